@@ -1,0 +1,1 @@
+"""Shipped presets; installed as `nexus_vllm.configs`."""

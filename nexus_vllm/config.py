@@ -1,0 +1,368 @@
+"""What the user asks for: the budget grammar, the engine's settings, one request's directive.
+
+Pure data, shared by the command line, the HTTP layer, the scheduler and the worker. Imports neither
+vLLM nor torch. Every error names the value, the limit and the remedy.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, core_schema
+
+POLICIES = ("nexus", "streaming-llm", "random")
+PREFILL_MODES = ("auto", "oneshot", "streaming")
+DIRECTIVE_KEYS = ("kv_budget", "kv_policy", "kv_seed", "kv_prefill")
+# Keys that vLLM itself keeps in SamplingParams.extra_args under our prefix.
+VLLM_KEYS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
+
+MAX_BUDGET = 2**30
+MAX_SEED = 2**63 - 1
+PRESET_SUFFIX = ".yaml"
+
+_BUDGET_GRAMMAR = "full, N tokens (4096), Nk (4k = 4096) or P% of the prompt (20%)"
+_BUDGET = re.compile(
+    r"(?P<full>full)|(?P<n>[0-9]{1,12})(?P<k>k?)|(?P<p>[0-9]{1,3}(\.[0-9]{1,6})?)%"
+)
+
+
+class DirectiveError(ValueError):
+    """One request asked for something it cannot have. `str()` names value, limit and remedy."""
+
+    def __init__(self, field: str, value: object, limit: str, remedy: str) -> None:
+        super().__init__(f"{field}={_shown(value)} is not allowed: {limit}. {remedy}")
+        self.field = field
+        self.value = value
+        self.limit = limit
+        self.remedy = remedy
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _nearest(name: str, known: tuple[str, ...] | list[str]) -> str:
+    """'did you mean X?' when something is near, else the whole list."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(known) + "."
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many tokens of KV a sequence may keep: all, a number, or a percentage of its prompt."""
+
+    absolute: int | None = None
+    percent: Decimal | None = None
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """Read `full`, `N`, `Nk` (k = 1024) or `P%` (0 < P <= 100); an int is a number of tokens.
+
+        Raises ValueError on anything else.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError(f"budget {_shown(value)} is not one of {_BUDGET_GRAMMAR}")
+        match = _BUDGET.fullmatch(str(value).strip().lower())
+        if match is None:
+            raise ValueError(f"budget {_shown(value)} is not one of {_BUDGET_GRAMMAR}")
+        if match["full"]:
+            return cls()
+        if match["p"]:
+            percent = Decimal(match["p"])
+            if not 0 < percent <= 100:
+                raise ValueError(f"budget {_shown(value)} is outside 0% < P <= 100%")
+            return cls(percent=percent)
+        tokens = int(match["n"]) * (1024 if match["k"] else 1)
+        if not 0 < tokens <= MAX_BUDGET:
+            raise ValueError(f"budget {_shown(value)} is outside 1..{MAX_BUDGET} tokens")
+        return cls(absolute=tokens)
+
+    @property
+    def full(self) -> bool:
+        return self.absolute is None and self.percent is None
+
+    def tokens(self, prompt_tokens: int, floor: int) -> int | None:
+        """The budget in tokens; None is unlimited. A percentage never resolves below `floor`."""
+        if self.percent is not None:
+            return max(floor, int(prompt_tokens * self.percent / 100))
+        return self.absolute
+
+    def __str__(self) -> str:
+        if self.percent is not None:
+            text = f"{self.percent:f}"
+            return (text.rstrip("0").rstrip(".") if "." in text else text) + "%"
+        return "full" if self.absolute is None else str(self.absolute)
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[Any], handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse, serialization=core_schema.to_string_ser_schema()
+        )
+
+
+@dataclass(frozen=True)
+class Directive:
+    """What one request asks for, with the engine's settings filled in where it asks for nothing."""
+
+    policy: str
+    budget: Budget
+    seed: int
+    prefill: str
+
+    def budget_blocks(self, prompt_tokens: int, settings: "Settings") -> int | None:
+        """Full blocks the sequence may keep, or None: never evicted."""
+        if self.policy == "none":
+            return None
+        tokens = self.budget.tokens(prompt_tokens, settings.budget_floor)
+        return None if tokens is None else tokens // settings.block_size
+
+    def header(self) -> str:
+        """The value of the `X-KV-Eviction` response header."""
+        return f"policy={self.policy}; budget={self.budget}; prefill={self.prefill}"
+
+
+class Settings(BaseModel):
+    """Every knob of the engine. Immutable; plain JSON through `model_dump(mode="json")`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, strict=False)
+
+    # What is kept
+    policy: str = "nexus"
+    budget: Budget = Budget(percent=Decimal(20))
+    budget_floor: int = Field(1024, ge=1, le=MAX_BUDGET, strict=True)
+    sink_blocks: int = Field(1, ge=0, le=1024, strict=True)
+    recency_blocks: int = Field(2, ge=1, le=1024, strict=True)
+    # Blocks
+    block_size: int = Field(32, ge=1, le=1024, strict=True)
+    force_block_size: bool = False
+    # Score (methods.md 1.1)
+    window: int = Field(16, ge=1, le=256, strict=True)
+    walk_steps: int = Field(3, ge=0, le=64, strict=True)
+    lam: float = Field(0.5, ge=0, le=100, alias="lambda", allow_inf_nan=False)
+    eps_tie: float = Field(1e-6, ge=0, le=1, allow_inf_nan=False)
+    heads: Literal["per-head", "mean"] = "per-head"
+    walk_rows: Literal["newest", "oldest", "spread"] = "newest"
+    walk_over: Literal["candidates", "all"] = "candidates"
+    # Selection
+    selector: Literal["topk", "reservoir", "gumbel"] = "gumbel"
+    n: int = Field(5, ge=1, le=1024, strict=True)
+    temperature: float = Field(0.1, ge=0, le=100, allow_inf_nan=False)
+    seed: int = Field(0, ge=0, le=MAX_SEED, strict=True)
+    # When
+    interval: int = Field(64, ge=1, le=MAX_BUDGET, strict=True)
+    prefill: Literal["auto", "oneshot", "streaming"] = "auto"
+    # Reports and checks
+    records: int = Field(1024, ge=0, le=1_000_000, strict=True)
+    check_integrity: bool = False
+    trace: bool = False
+
+    @field_validator("policy")
+    @classmethod
+    def _known_policy(cls, policy: str) -> str:
+        if policy in POLICIES:
+            return policy
+        if policy == "none":
+            raise PydanticCustomError(
+                "policy",
+                "'none' leaves nothing to set. Drop the flag for stock vLLM, or set the budget "
+                "'full' to evict only for requests that ask",
+            )
+        raise PydanticCustomError("policy", f"unknown policy. {_nearest(policy, POLICIES)}")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        def refuse(field: str, value: object, limit: str) -> None:
+            raise PydanticCustomError("consistent", f"{field}={value} is not allowed: {limit}")
+
+        if self.block_size != 32 and not self.force_block_size:
+            refuse("block_size", self.block_size, "use 32, or set force_block_size: true")
+        if self.interval % self.block_size:
+            refuse("interval", self.interval, f"use a multiple of block_size={self.block_size}")
+        least = self.min_budget_tokens
+        why = f"at least {least} tokens (sink + recency + one block of {self.block_size})"
+        if self.budget_floor < least:
+            refuse("budget_floor", self.budget_floor, why)
+        if self.budget.absolute is not None and self.budget.absolute < least:
+            refuse("budget", self.budget, why)
+        return self
+
+    @property
+    def min_budget_tokens(self) -> int:
+        """The least a sequence can live on: sink and recency blocks, and one to choose."""
+        return (self.sink_blocks + self.recency_blocks + 1) * self.block_size
+
+    @classmethod
+    def from_source(
+        cls, source: str | Mapping[str, Any] | None = None, **overrides: object
+    ) -> Self:
+        """Settings from a YAML/JSON file, inline JSON, a preset's name or a mapping.
+
+        `overrides` that are not None win over the source. Raises ValueError naming the key, the
+        value and the limit.
+        """
+        knobs = dict(_load(source)) | {k: v for k, v in overrides.items() if v is not None}
+        if "lambda" in knobs and "lam" in knobs:  # the same knob, twice named: the override wins
+            del knobs["lambda" if "lam" in overrides else "lam"]
+        known = list(cls.model_fields) + ["lambda"]
+        for key in knobs:
+            if key not in known:
+                raise ValueError(f"KV eviction: unknown setting {key!r}. {_nearest(key, known)}")
+        try:
+            return cls.model_validate(knobs)
+        except ValidationError as error:
+            raise ValueError("KV eviction: " + "; ".join(map(_told, error.errors()))) from None
+
+    def to_json(self) -> dict[str, Any]:
+        """The plain dict that travels in `VllmConfig.additional_config["kv_eviction"]`."""
+        return self.model_dump(mode="json")
+
+    def directive(self, xargs: Mapping[str, Any] | None) -> Directive:
+        """Read the four `kv_*` keys of a request's extra arguments. Raises DirectiveError."""
+        xargs = xargs or {}
+        for key in xargs:
+            if key.startswith("kv_") and key not in DIRECTIVE_KEYS and key not in VLLM_KEYS:
+                raise DirectiveError(
+                    key, xargs[key], "no such directive", _nearest(key, DIRECTIVE_KEYS)
+                )
+        return Directive(
+            policy=self._policy(xargs),
+            budget=self._budget(xargs),
+            seed=self._seed(xargs),
+            prefill=self._prefill(xargs),
+        )
+
+    def _policy(self, xargs: Mapping[str, Any]) -> str:
+        if "kv_policy" not in xargs:
+            return self.policy
+        value, known = xargs["kv_policy"], (*POLICIES, "none")
+        name = value.strip().lower() if isinstance(value, str) else None
+        if name not in known:
+            limit = "the policies are " + ", ".join(known)
+            remedy = _nearest(name or "", known)
+            if name is None or remedy.startswith("Known"):
+                remedy = "Name one of them, or leave it out for the server's default."
+            raise DirectiveError("kv_policy", value, limit, remedy)
+        return name
+
+    def _budget(self, xargs: Mapping[str, Any]) -> Budget:
+        if "kv_budget" not in xargs:
+            return self.budget
+        value, least = xargs["kv_budget"], self.min_budget_tokens
+        try:
+            budget = Budget.parse(value)
+        except ValueError as error:
+            limit = "it is " + str(error).partition(" is ")[2]
+            raise DirectiveError(
+                "kv_budget", value, limit, f"Use {least} tokens or more, a percentage, or full."
+            ) from None
+        if budget.absolute is not None and budget.absolute < least:
+            raise DirectiveError(
+                "kv_budget",
+                value,
+                f"the least is {least} tokens (sink + recency + one block of {self.block_size})",
+                f"Use {least} tokens or more, a percentage, or full.",
+            )
+        return budget
+
+    def _seed(self, xargs: Mapping[str, Any]) -> int:
+        if "kv_seed" not in xargs:
+            return self.seed
+        value = xargs["kv_seed"]
+        text = str(value).strip() if isinstance(value, int | str) else ""
+        if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,19}", text):
+            seed = -1
+        else:
+            seed = int(text)
+        if not 0 <= seed <= MAX_SEED:
+            raise DirectiveError(
+                "kv_seed", value, f"a seed is an integer in 0..{MAX_SEED}", "Use one, such as 7."
+            )
+        return seed
+
+    def _prefill(self, xargs: Mapping[str, Any]) -> str:
+        if "kv_prefill" not in xargs:
+            return self.prefill
+        value = xargs["kv_prefill"]
+        mode = value.strip().lower() if isinstance(value, str) else None
+        if mode not in PREFILL_MODES:
+            raise DirectiveError(
+                "kv_prefill",
+                value,
+                "the modes are " + ", ".join(PREFILL_MODES),
+                "Name one of them, or leave it out for the server's default.",
+            )
+        return mode
+
+
+def presets() -> list[str]:
+    """Names of the shipped presets."""
+    folder = _preset_folder()
+    return sorted(
+        f.name.removesuffix(PRESET_SUFFIX)
+        for f in folder.iterdir()
+        if f.name.endswith(PRESET_SUFFIX)
+    )
+
+
+def _preset_folder() -> Any:
+    """`nexus_vllm.configs` where installed; the repository's configs/ in a bare checkout."""
+    try:
+        return resources.files("nexus_vllm.configs")
+    except ModuleNotFoundError:
+        return Path(__file__).resolve().parent.parent / "configs"
+
+
+def _load(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if source is None:
+        return {}
+    if isinstance(source, Mapping):
+        return source
+    text, name = source, "the inline JSON"
+    if not source.lstrip().startswith("{"):
+        name = source
+        if source in presets():
+            text = (_preset_folder() / (source + PRESET_SUFFIX)).read_text(encoding="utf-8")
+        elif Path(source).is_file():
+            text = Path(source).read_text(encoding="utf-8")
+        else:
+            raise ValueError(
+                f"KV eviction: {source!r} is no file, no inline JSON and no preset; "
+                f"presets: {', '.join(presets())}"
+            )
+    try:
+        # YAML is a superset of JSON but reads 1e-6 as a string, so try JSON first.
+        loaded = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"KV eviction: cannot read {name}: {error}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, Mapping) or not all(isinstance(key, str) for key in loaded):
+        raise ValueError(f"KV eviction: {name} must be a mapping of settings to values")
+    return loaded
+
+
+def _told(error: Any) -> str:
+    where = ".".join(map(str, error["loc"]))
+    told = error["msg"].removeprefix("Value error, ")
+    return f"{where}={_shown(error['input'])}: {told}" if where else told

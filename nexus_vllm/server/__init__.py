@@ -1,0 +1,1 @@
+"""The HTTP side: directives in, reports and metrics out."""
