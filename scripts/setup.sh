@@ -36,7 +36,7 @@ ready && exit 0
 say() { echo "setup [${SECONDS}s]: $*" >&2; }
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" >&2; }
 # Byte-compiling everything takes longer than compiling what is imported, when it is.
-install() { pip install --quiet --prefer-binary --no-compile "$@"; }
+install() { pip install -qq --prefer-binary --no-compile "$@"; }
 
 if ! current .setup-stamp; then
   rm -f .venv/.setup-stamp .venv/.setup-dev-stamp

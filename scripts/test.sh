@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Everything that must pass before a change goes in: lint, format, types, the whole test suite.
+#
+#   scripts/test.sh [pytest arguments ...]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+scripts/setup.sh --dev
+python=.venv/bin/python
+"$python" scripts/prepare_model.py >/dev/null
+
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+"$python" -m mypy nexus_vllm scripts
+exec "$python" -m pytest "$@"
