@@ -1,0 +1,47 @@
+"""Policies: from what a layer attends to, to one weight per live block.
+
+To add one: a file with a frozen dataclass that derives from Policy, and a line in POLICIES. The
+contract test then covers it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from nexus_vllm.policies.base import Observation, Policy, block_attention
+from nexus_vllm.policies.nexus import Nexus
+from nexus_vllm.policies.random_blocks import RandomBlocks
+from nexus_vllm.policies.streaming_llm import StreamingLLM
+
+__all__ = ["POLICIES", "Observation", "Policy", "block_attention", "make", "names"]
+
+POLICIES: dict[str, type[Policy]] = {
+    Nexus.name: Nexus,
+    StreamingLLM.name: StreamingLLM,
+    RandomBlocks.name: RandomBlocks,
+}
+
+
+def names() -> tuple[str, ...]:
+    """The registered policy names."""
+    return tuple(POLICIES)
+
+
+def make(name: str, settings: object = None) -> Policy:
+    """The policy `name` with the parameters in `settings`, the rest at their defaults.
+
+    settings: a mapping of parameters, which must all be the policy's own; or any object, of which
+    the attributes named like the policy's parameters are taken and the others left alone.
+    Raises ValueError on an unknown policy, an unknown parameter in a mapping, or a bad value.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"policy {name!r} is unknown, choose one of {', '.join(POLICIES)}")
+    policy = POLICIES[name]
+    known = [field.name for field in fields(policy)]  # type: ignore[arg-type]
+    if not isinstance(settings, Mapping):
+        settings = {key: getattr(settings, key) for key in known if hasattr(settings, key)}
+    if unknown := [str(key) for key in settings if key not in known]:
+        takes = ", ".join(known) or "none"
+        raise ValueError(
+            f"policy {name!r} has no parameter {', '.join(unknown)}; it takes: {takes}"
+        )
+    return policy(**settings)
