@@ -7,7 +7,7 @@ vLLM nor torch. Every error names the value, the limit and the remedy.
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from importlib import resources
@@ -52,13 +52,19 @@ class DirectiveError(ValueError):
         self.limit = limit
         self.remedy = remedy
 
+    @property
+    def reason(self) -> str:
+        """The label of `nexus:rejected_total`: one of few, whatever a client sends."""
+        known = self.field.lower().replace("-", "_").removeprefix("x_")
+        return known.removeprefix("kv_") if known in DIRECTIVE_KEYS else "unknown"
+
 
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _nearest(name: str, known: tuple[str, ...] | list[str]) -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
     """'did you mean X?' when something is near, else the whole list."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(known) + "."
@@ -173,7 +179,7 @@ class Settings(BaseModel):
     interval: int = Field(64, ge=1, le=MAX_BUDGET, strict=True)
     prefill: Literal["auto", "oneshot", "streaming"] = "auto"
     # Reports and checks
-    records: int = Field(1024, ge=0, le=1_000_000, strict=True)
+    records: int = Field(1024, ge=0, le=65536, strict=True)
     check_integrity: bool = False
     trace: bool = False
 
@@ -188,7 +194,7 @@ class Settings(BaseModel):
                 "'none' leaves nothing to set. Drop the flag for stock vLLM, or set the budget "
                 "'full' to evict only for requests that ask",
             )
-        raise PydanticCustomError("policy", f"unknown policy. {_nearest(policy, POLICIES)}")
+        raise PydanticCustomError("policy", f"unknown policy. {nearest(policy, POLICIES)}")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -224,10 +230,10 @@ class Settings(BaseModel):
         knobs = dict(_load(source)) | {k: v for k, v in overrides.items() if v is not None}
         if "lambda" in knobs and "lam" in knobs:  # the same knob, twice named: the override wins
             del knobs["lambda" if "lam" in overrides else "lam"]
-        known = list(cls.model_fields) + ["lambda"]
+        known = [*cls.model_fields, "lambda"]
         for key in knobs:
             if key not in known:
-                raise ValueError(f"KV eviction: unknown setting {key!r}. {_nearest(key, known)}")
+                raise ValueError(f"KV eviction: unknown setting {key!r}. {nearest(key, known)}")
         try:
             return cls.model_validate(knobs)
         except ValidationError as error:
@@ -243,7 +249,7 @@ class Settings(BaseModel):
         for key in xargs:
             if key.startswith("kv_") and key not in DIRECTIVE_KEYS and key not in VLLM_KEYS:
                 raise DirectiveError(
-                    key, xargs[key], "no such directive", _nearest(key, DIRECTIVE_KEYS)
+                    key, xargs[key], "no such directive", nearest(key, DIRECTIVE_KEYS)
                 )
         return Directive(
             policy=self._policy(xargs),
@@ -259,7 +265,7 @@ class Settings(BaseModel):
         name = value.strip().lower() if isinstance(value, str) else None
         if name not in known:
             limit = "the policies are " + ", ".join(known)
-            remedy = _nearest(name or "", known)
+            remedy = nearest(name or "", known)
             if name is None or remedy.startswith("Known"):
                 remedy = "Name one of them, or leave it out for the server's default."
             raise DirectiveError("kv_policy", value, limit, remedy)

@@ -1,0 +1,188 @@
+"""`--kv-eviction` on every vLLM command, and the one door through which settings reach an engine.
+
+    flags --parse--> args.additional_config["kv_eviction"] --create_engine_config--> VllmConfig
+
+Flags are folded into stock arguments as soon as they are parsed, so whatever vLLM does with parsed
+arguments (copy them, pickle them to spawned API servers) carries the settings along.
+"""
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any
+
+from nexus_vllm.config import POLICIES, Settings, presets
+from nexus_vllm.engine.hooks import wrap
+
+CONFIG_KEY = "kv_eviction"
+MIDDLEWARE = "nexus_vllm.server.middleware.EvictionMiddleware"
+PLUGIN_NAME = "nexus_vllm"
+_FLAGS = ("kv_budget", "kv_budget_floor", "kv_eviction_config")
+
+
+def install_flags() -> None:
+    """Wrap EngineArgs so that every vLLM command and `LLM(...)` understand KV eviction.
+
+    Symptom without: unknown flag --kv-eviction. Cause: vLLM has no hook for a plugin's flags and
+    none between engine arguments and engine config. Remove when it has both.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    wrap(EngineArgs, "add_cli_args", ("parser",), _adding_flags)
+    wrap(EngineArgs, "create_engine_config", ("self", "usage_context"), _activating)
+
+
+def engine_args(
+    policy: str = "nexus",
+    budget: str | int | None = None,
+    config: str | dict[str, Any] | None = None,
+    **knobs: Any,
+) -> dict[str, Any]:
+    """Keyword arguments for `LLM(model, **engine_args(...))` and `AsyncEngineArgs`.
+
+    `config` is a preset's name, a YAML or JSON file, inline JSON or a dict; `knobs` are fields of
+    Settings and win over it. Policy "none" is stock vLLM: no arguments at all.
+    """
+    if policy == "none":
+        return {}
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
+        raise ValueError(
+            f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading KV eviction. "
+            f"Add {PLUGIN_NAME!r} to it, or unset it."
+        )
+    settings = Settings.from_source(config, policy=policy, budget=budget, **knobs)
+    return {
+        "additional_config": {CONFIG_KEY: settings.to_json()},
+        "block_size": settings.block_size,
+    }
+
+
+def active_settings(additional_config: object) -> Settings | None:
+    """The settings in an engine's `additional_config`, or None where eviction is off."""
+    if not isinstance(additional_config, dict) or additional_config.get(CONFIG_KEY) is None:
+        return None
+    return Settings.from_source(additional_config[CONFIG_KEY])
+
+
+def _adding_flags(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = original(parser)
+        group = parser.add_argument_group("KVEviction", "KV-cache block eviction (nexus-vllm).")
+        group.add_argument(
+            "--kv-eviction",
+            choices=("none", *POLICIES),
+            default=None,
+            help="Policy that chooses which KV blocks a sequence keeps. "
+            "none, the default, is stock vLLM.",
+        )
+        group.add_argument(
+            "--kv-budget",
+            metavar="BUDGET",
+            default=None,
+            help="KV that each sequence may keep: N or Nk tokens, P%% of its prompt, or full. "
+            "The default is 20%%.",
+        )
+        group.add_argument(
+            "--kv-budget-floor",
+            metavar="N",
+            type=int,
+            default=None,
+            help="Tokens below which a percentage never falls. The default is 1024.",
+        )
+        group.add_argument(
+            "--kv-eviction-config",
+            metavar="FILE_OR_JSON",
+            default=None,
+            help="Every other knob: a YAML or JSON file, inline JSON, or a preset "
+            f"({', '.join(presets())}).",
+        )
+        parse = parser.parse_known_args
+
+        def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+            namespace, rest = parse(args, namespace)
+            try:
+                _fold(namespace)
+            except ValueError as error:
+                parser.error(str(error))
+            return namespace, rest
+
+        # On this one parser: argparse has no hook for "all arguments are known now".
+        vars(parser)["parse_known_args"] = parse_known_args
+        return parser
+
+    return add_cli_args
+
+
+def _fold(args: argparse.Namespace) -> None:
+    """Turn our flags into stock arguments. Without them, touch nothing. Raises ValueError."""
+    policy = args.kv_eviction
+    given = [flag for flag in _FLAGS if getattr(args, flag) is not None]
+    if policy is None and given:
+        flag = "--" + given[0].replace("_", "-")
+        raise ValueError(f"{flag} does nothing without --kv-eviction {{{','.join(POLICIES)}}}")
+    additional = args.additional_config or {}
+    if policy not in (None, "none"):
+        if additional.get(CONFIG_KEY) is not None:
+            raise ValueError(
+                f"--kv-eviction and --additional-config {CONFIG_KEY!r} say the same thing twice; "
+                "keep the flag and put other knobs into --kv-eviction-config"
+            )
+        settings = Settings.from_source(
+            args.kv_eviction_config,
+            policy=policy,
+            budget=args.kv_budget,
+            budget_floor=args.kv_budget_floor,
+        )
+        args.additional_config = {**additional, CONFIG_KEY: settings.to_json()}
+    if active_settings(args.additional_config) is not None and hasattr(args, "middleware"):
+        _prepare_server(args)
+
+
+def _prepare_server(args: argparse.Namespace) -> None:
+    from vllm import envs
+
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise ValueError(
+            "KV eviction reads its headers in vLLM's Python API server; VLLM_USE_RUST_FRONTEND=1 "
+            "would ignore them. Unset it."
+        )
+    if MIDDLEWARE not in args.middleware:
+        args.middleware = [*args.middleware, MIDDLEWARE]
+
+
+def _activating(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = active_settings(self.additional_config)
+        if settings is None:
+            return original(self, *args, **kwargs)
+        from nexus_vllm.engine import compat, requests, stats
+
+        settings = _settle_block_size(self, settings)
+        requests.install()
+        stats.install()
+        compat.prepare_engine_args(self, settings)
+        vllm_config = original(self, *args, **kwargs)
+        compat.check_config(vllm_config)
+        return vllm_config
+
+    return create_engine_config
+
+
+def _settle_block_size(engine_args: Any, settings: Settings) -> Settings:
+    """Make the engine's block size and the settings' one number, or refuse."""
+    given = engine_args.block_size
+    if given is not None and given != settings.block_size:
+        if not settings.force_block_size:
+            raise ValueError(
+                f"--block-size {given} does not go with KV eviction: blocks are "
+                f"{settings.block_size} tokens. Drop --block-size, or set force_block_size: true "
+                "in --kv-eviction-config."
+            )
+        settings = Settings.from_source(settings.to_json(), block_size=given)
+        engine_args.additional_config = {
+            **engine_args.additional_config,
+            CONFIG_KEY: settings.to_json(),
+        }
+    engine_args.block_size = settings.block_size
+    return settings

@@ -1,0 +1,255 @@
+"""Per-request directives over HTTP: headers in, `vllm_xargs` and a response header out.
+
+A pure ASGI class that vLLM adds through `--middleware`. The request's body is read when the app
+asks for it, so authentication and all else in front of the handler run first, as in stock vLLM.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nexus_vllm.config import DIRECTIVE_KEYS, Directive, DirectiveError, Settings, nearest
+from nexus_vllm.engine.cli import active_settings
+from nexus_vllm.server import routes
+from nexus_vllm.server.metrics import rejected
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+HEADERS = {"x-" + key.replace("_", "-"): key for key in DIRECTIVE_KEYS}
+PREFIX = "x-kv-"
+RESPONSE_HEADER = "X-KV-Eviction"
+
+# A body is parsed only if it may hold a directive: plain, escaped, or in UTF-16 or UTF-32.
+_SUSPECT = re.compile(rb"kv_|\\u00[4-7]|\x00")
+
+
+class EvictionMiddleware:
+    """Turns `X-KV-*` headers into `vllm_xargs`, refuses malformed ones, reports what is used."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._settings: Settings | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        directed = scope["method"] == "POST" and path in PATHS
+        inspected = scope["method"] == "GET" and (path + "/").startswith(routes.ROOT + "/")
+        if not directed and not inspected:
+            return await self.app(scope, receive, send)
+        settings = self._find_settings(scope)
+        if settings is None:
+            return await _no_settings()(scope, receive, send)
+        if directed:
+            return await _Exchange(self.app, scope, receive, send, path, settings).run()
+        response = routes.answer(path, settings)
+        await (response or self.app)(scope, receive, send)
+
+    def _find_settings(self, scope: Scope) -> Settings | None:
+        """The engine's own settings, from the app that vLLM attached its config to."""
+        if self._settings is None:
+            app = scope.get("app")
+            vllm_config = getattr(getattr(app, "state", None), "vllm_config", None)
+            self._settings = active_settings(getattr(vllm_config, "additional_config", None))
+        return self._settings
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        path: str,
+        settings: Settings,
+    ) -> None:
+        self.app = app
+        self.scope = dict(scope)
+        self.receive = receive
+        self.send = send
+        self.path = path
+        self.settings = settings
+        self.body_seen = False
+        self.directive: Directive | None = None
+        self.refusal: JSONResponse | None = None
+
+    async def run(self) -> None:
+        try:
+            await self.app(self.scope, self.receive_directed, self.send_reported)
+        except Exception:
+            if self.refusal is None:
+                raise
+        if self.refusal is not None:
+            await self.refusal(self.scope, self.receive, self.send)
+
+    async def receive_directed(self) -> Message:
+        """The whole body, directives merged, as one message; then whatever the server sends."""
+        if self.body_seen:
+            return await self.receive()
+        self.body_seen = True
+        body = bytearray()
+        more = True
+        while more:
+            message = await self.receive()
+            if message["type"] != "http.request":
+                return message
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        headers = Headers(scope=self.scope)
+        try:
+            merged, self.directive = merge(headers, bytes(body), self.settings)
+        except _Refusal as refusal:
+            rejected(refusal.reason)
+            self.refusal = _bad_request(self.path, refusal)
+            return {"type": "http.disconnect"}  # the app gives up, `run` answers
+        if "content-length" in headers:
+            MutableHeaders(scope=self.scope)["content-length"] = str(len(merged))
+        return {"type": "http.request", "body": merged, "more_body": False}
+
+    async def send_reported(self, message: Message) -> None:
+        if self.refusal is not None:
+            return
+        if (
+            message["type"] == "http.response.start"
+            and message["status"] < 300
+            and self.directive is not None
+        ):
+            MutableHeaders(scope=message)[RESPONSE_HEADER] = self.directive.header()
+        await self.send(message)
+
+
+class _Refusal(Exception):
+    """A directive that is answered with HTTP 400."""
+
+    def __init__(self, error: DirectiveError, reason: str | None = None) -> None:
+        super().__init__(str(error))
+        self.field = error.field
+        self.reason = reason or error.reason
+
+
+def merge(headers: Headers, body: bytes, settings: Settings) -> tuple[bytes, Directive]:
+    """The body with the headers' directives in its `vllm_xargs`, and the resulting directive.
+
+    A body that is no JSON object passes as it is, for vLLM to refuse. Raises _Refusal.
+    """
+    asked = _from_headers(headers, settings)
+    content = _parse(body) if asked or _SUSPECT.search(body) else None
+    if content is None:
+        return body, _directive(asked, settings)
+    for key in DIRECTIVE_KEYS:
+        if key in content:
+            raise _Refusal(
+                DirectiveError(
+                    key,
+                    content[key],
+                    "vLLM ignores it outside vllm_xargs",
+                    f'Send {{"vllm_xargs": {{"{key}": ...}}}} or the header.',
+                ),
+                "body",
+            )
+    xargs = content.get("vllm_xargs")
+    if xargs is None:
+        xargs = {}
+    if not isinstance(xargs, dict):
+        if not asked:
+            return body, _directive({}, settings)
+        raise _Refusal(
+            DirectiveError("vllm_xargs", xargs, "it must be an object", "Send one, or none."),
+            "body",
+        )
+    directive = _directive({**asked, **xargs}, settings)
+    for key in asked.keys() & xargs.keys():
+        if _directive({key: asked[key]}, settings) != _directive({key: xargs[key]}, settings):
+            raise _Refusal(
+                DirectiveError(
+                    _header_name(key),
+                    asked[key],
+                    f"the body's vllm_xargs say {key}={xargs[key]!r}",
+                    "Send one of the two, or the same value in both.",
+                ),
+                "conflict",
+            )
+    if content.get("use_beam_search") and (asked or xargs.keys() & set(DIRECTIVE_KEYS)):
+        raise _Refusal(
+            DirectiveError(
+                "use_beam_search",
+                True,
+                "vLLM's beam search drops KV directives",
+                "Drop it or the directive.",
+            ),
+            "body",
+        )
+    if asked.keys() <= xargs.keys():
+        return body, directive
+    content["vllm_xargs"] = {**asked, **xargs}
+    return json.dumps(content, separators=(",", ":")).encode(), directive
+
+
+def _from_headers(headers: Headers, settings: Settings) -> dict[str, str]:
+    """The directives in the headers, each valid by itself."""
+    asked: dict[str, str] = {}
+    for name, value in headers.items():
+        name = name.lower()
+        if not name.startswith(PREFIX):
+            continue
+        shown = "-".join(
+            part.upper() if part in ("x", "kv") else part.title() for part in name.split("-")
+        )
+        if name not in HEADERS:
+            remedy = nearest(shown, [_header_name(key) for key in DIRECTIVE_KEYS])
+            raise _Refusal(DirectiveError(shown, value, "no such header", remedy))
+        key = HEADERS[name]
+        if key in asked:
+            raise _Refusal(
+                DirectiveError(shown, value, f"it came before as {asked[key]!r}", "Send it once."),
+                "repeated",
+            )
+        try:
+            settings.directive({key: value})
+        except DirectiveError as error:
+            raise _Refusal(DirectiveError(shown, value, error.limit, error.remedy)) from None
+        asked[key] = value
+    return asked
+
+
+def _directive(xargs: Mapping[str, Any], settings: Settings) -> Directive:
+    try:
+        return settings.directive(xargs)
+    except DirectiveError as error:
+        raise _Refusal(error) from None
+
+
+def _parse(body: bytes) -> dict[str, Any] | None:
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _header_name(key: str) -> str:
+    return "X-KV-" + key.removeprefix("kv_").title()
+
+
+def _bad_request(path: str, refusal: _Refusal) -> JSONResponse:
+    if path == "/v1/messages":  # Anthropic's format, as vLLM's own errors on this route
+        error = {"type": "BadRequestError", "message": str(refusal)}
+        return JSONResponse({"type": "error", "error": error}, status_code=400)
+    body = routes.error_body(400, "BadRequestError", str(refusal), refusal.field)
+    return JSONResponse(body, status_code=400)
+
+
+def _no_settings() -> JSONResponse:
+    message = (
+        "KV eviction is switched on for this HTTP server but its engine has no settings for it. "
+        "Start the server with --kv-eviction, or without the middleware."
+    )
+    return JSONResponse(routes.error_body(500, "InternalServerError", message), status_code=500)
