@@ -4,8 +4,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# Top-level folders installed inside the package. `kernels` in particular must never be importable as a
-# top-level module: that name belongs to another distribution, which transformers probes for.
+# Top-level folders installed inside the package. `kernels` in particular must never be importable
+# as a top-level module: that name belongs to another distribution, which transformers probes for.
 MAPPED = {"nexus_vllm.configs": "configs", "nexus_vllm.kernels": "kernels"}
 
 setup(

@@ -44,7 +44,7 @@ def default_cache_dir() -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """True if `folder` was written by this recipe and every file has the size it was written with."""
+    """True if this recipe wrote `folder` and every file has the size it was written with."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return (

@@ -17,14 +17,16 @@ dev=false
 case "${1-}" in
   "") ;;
   --dev) dev=true ;;
-  *) sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  *) sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
 
 if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then device=gpu; else device=cpu; fi
 
 # A stamp is written last, so an install that was cut short is done again.
 inputs=(pyproject.toml setup.py scripts/setup.sh "$bundle"/*.lock "$bundle"/vllm-metadata/pyproject.toml)
-wanted="$device $(pwd) $(cat "${inputs[@]}" | sha256sum)"
+# The folders count too: an editable install knows only those that were there when it was made.
+folders=$(find nexus_vllm configs kernels -maxdepth 0 2>/dev/null | tr '\n' ' ' || true)
+wanted="$device $(pwd) $folders$(cat "${inputs[@]}" | sha256sum)"
 current() { [[ -f .venv/$1 && $(<".venv/$1") == "$wanted" ]]; }
 ready() { current .setup-stamp && { ! $dev || current .setup-dev-stamp; }; }
 ready && exit 0
@@ -41,6 +43,8 @@ install() { pip install -qq --prefer-binary --no-compile "$@"; }
 if ! current .setup-stamp; then
   rm -f .venv/.setup-stamp .venv/.setup-dev-stamp
   if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+      { say "Python 3.11 or 3.12 is needed; name one in PYTHON"; exit 1; }
     say "making .venv"
     "${PYTHON:-python3}" -m venv --clear .venv
   fi

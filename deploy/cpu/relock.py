@@ -49,8 +49,8 @@ def closure(roots: list[str]) -> dict[str, str]:
 
 
 def write(path: Path, pins: dict[str, str]) -> None:
-    header = f"# Written by deploy/cpu/relock.py for Linux x86_64, Python {' and '.join(PYTHONS)}.\n"
-    path.write_text(header + "".join(f"{n}=={v}\n" for n, v in sorted(pins.items())))
+    header = "# Written by deploy/cpu/relock.py for Linux x86_64, Python " + " and ".join(PYTHONS)
+    path.write_text("\n".join([header, *(f"{n}=={v}" for n, v in sorted(pins.items()))]) + "\n")
     print(f"{path.name}: {len(pins)} pins", file=sys.stderr)
 
 
