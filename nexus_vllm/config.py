@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 import yaml
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -151,35 +152,42 @@ class Directive:
 class Settings(BaseModel):
     """Every knob of the engine. Immutable; plain JSON through `model_dump(mode="json")`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     # What is kept
     policy: str = "nexus"
     budget: Budget = Budget(percent=Decimal(20))
-    budget_floor: int = Field(1024, ge=1, le=MAX_BUDGET, strict=True)
-    sink_blocks: int = Field(1, ge=0, le=1024, strict=True)
-    recency_blocks: int = Field(2, ge=1, le=1024, strict=True)
+    budget_floor: int = Field(default=1024, ge=1, le=MAX_BUDGET, strict=True)
+    sink_blocks: int = Field(default=1, ge=0, le=1024, strict=True)
+    recency_blocks: int = Field(default=2, ge=1, le=1024, strict=True)
     # Blocks
-    block_size: int = Field(32, ge=1, le=1024, strict=True)
+    block_size: int = Field(default=32, ge=1, le=1024, strict=True)
     force_block_size: bool = False
     # Score (methods.md 1.1)
-    window: int = Field(16, ge=1, le=256, strict=True)
-    walk_steps: int = Field(3, ge=0, le=64, strict=True)
-    lam: float = Field(0.5, ge=0, le=100, alias="lambda", allow_inf_nan=False)
-    eps_tie: float = Field(1e-6, ge=0, le=1, allow_inf_nan=False)
+    window: int = Field(default=16, ge=1, le=256, strict=True)
+    walk_steps: int = Field(default=3, ge=0, le=64, strict=True)
+    lam: float = Field(
+        default=0.5,
+        ge=0,
+        le=100,
+        validation_alias=AliasChoices("lam", "lambda"),
+        allow_inf_nan=False,
+    )
+    eps_tie: float = Field(default=1e-6, ge=0, le=1, allow_inf_nan=False)
     heads: Literal["per-head", "mean"] = "per-head"
     walk_rows: Literal["newest", "oldest", "spread"] = "newest"
     walk_over: Literal["candidates", "all"] = "candidates"
     # Selection
     selector: Literal["topk", "reservoir", "gumbel"] = "gumbel"
-    n: int = Field(5, ge=1, le=1024, strict=True)
-    temperature: float = Field(0.1, ge=0, le=100, allow_inf_nan=False)
-    seed: int = Field(0, ge=0, le=MAX_SEED, strict=True)
+    n: int = Field(default=5, ge=1, le=1024, strict=True)
+    temperature: float = Field(default=0.1, ge=0, le=100, allow_inf_nan=False)
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, strict=True)
     # When
-    interval: int = Field(64, ge=1, le=MAX_BUDGET, strict=True)
+    interval: int = Field(default=32, ge=1, le=MAX_BUDGET, strict=True)
+    chunk: int = Field(default=512, ge=1, le=MAX_BUDGET, strict=True)
     prefill: Literal["auto", "oneshot", "streaming"] = "auto"
     # Reports and checks
-    records: int = Field(1024, ge=0, le=65536, strict=True)
+    records: int = Field(default=1024, ge=0, le=65536, strict=True)
     check_integrity: bool = False
     trace: bool = False
 
@@ -203,8 +211,9 @@ class Settings(BaseModel):
 
         if self.block_size != 32 and not self.force_block_size:
             refuse("block_size", self.block_size, "use 32, or set force_block_size: true")
-        if self.interval % self.block_size:
-            refuse("interval", self.interval, f"use a multiple of block_size={self.block_size}")
+        for name in ("interval", "chunk"):
+            if (tokens := getattr(self, name)) % self.block_size:
+                refuse(name, tokens, f"use a multiple of block_size={self.block_size}")
         least = self.min_budget_tokens
         why = f"at least {least} tokens (sink + recency + one block of {self.block_size})"
         if self.budget_floor < least:
