@@ -130,7 +130,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class Directive:
-    """What one request asks for, with the engine's settings filled in where it asks for nothing."""
+    """What one request asks for, with the engine's settings filled in where it asks for nothing.
+
+    Policy "none" always comes with the full budget.
+    """
 
     policy: str
     budget: Budget
@@ -139,8 +142,6 @@ class Directive:
 
     def budget_blocks(self, prompt_tokens: int, settings: "Settings") -> int | None:
         """Full blocks the sequence may keep, or None: never evicted."""
-        if self.policy == "none":
-            return None
         tokens = self.budget.tokens(prompt_tokens, settings.budget_floor)
         return None if tokens is None else tokens // settings.block_size
 
@@ -260,9 +261,10 @@ class Settings(BaseModel):
                 raise DirectiveError(
                     key, xargs[key], "no such directive", nearest(key, DIRECTIVE_KEYS)
                 )
+        policy, budget = self._policy(xargs), self._budget(xargs)
         return Directive(
-            policy=self._policy(xargs),
-            budget=self._budget(xargs),
+            policy=policy,
+            budget=Budget() if policy == "none" else budget,
             seed=self._seed(xargs),
             prefill=self._prefill(xargs),
         )

@@ -73,6 +73,10 @@ class _Exchange:
     ) -> None:
         self.app = app
         self.scope = dict(scope)
+        self.headers = Headers(scope=scope)
+        if any(name.startswith(PREFIX) for name in self.headers):
+            # The body will grow, and the app may look at the length before it asks for the body.
+            del MutableHeaders(scope=self.scope)["content-length"]
         self.receive = receive
         self.send = send
         self.path = path
@@ -103,15 +107,12 @@ class _Exchange:
                 return message
             body += message.get("body", b"")
             more = message.get("more_body", False)
-        headers = Headers(scope=self.scope)
         try:
-            merged, self.directive = merge(headers, bytes(body), self.settings)
+            merged, self.directive = merge(self.headers, bytes(body), self.settings)
         except _Refusal as refusal:
             rejected(refusal.reason)
             self.refusal = _bad_request(self.path, refusal)
             return {"type": "http.disconnect"}  # the app gives up, `run` answers
-        if "content-length" in headers:
-            MutableHeaders(scope=self.scope)["content-length"] = str(len(merged))
         return {"type": "http.request", "body": merged, "more_body": False}
 
     async def send_reported(self, message: Message) -> None:
@@ -197,7 +198,6 @@ def _from_headers(headers: Headers, settings: Settings) -> dict[str, str]:
     """The directives in the headers, each valid by itself."""
     asked: dict[str, str] = {}
     for name, value in headers.items():
-        name = name.lower()
         if not name.startswith(PREFIX):
             continue
         shown = "-".join(
