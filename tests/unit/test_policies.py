@@ -294,6 +294,15 @@ def test_walk_over_candidates_by_hand() -> None:
     torch.testing.assert_close(policy.weights(obs), expected)
 
 
+def test_window_rows_that_see_no_live_block_do_not_count() -> None:
+    """Two queries at positions 1 and 2, live blocks 2 and 9: only the second sees one, block 2."""
+    obs = from_maps([[0.5, 0.5], [0.5, 0.5]], ids=[2, 9])
+    obs = dataclasses.replace(obs, query_positions=torch.tensor([1, 2]))
+    assert block_attention(obs)[0].tolist() == [[0.0, 0.0], [1.0, 0.0]]
+    weights = Nexus(walk_over="all", eps_tie=0.0).weights(obs)
+    torch.testing.assert_close(weights, torch.tensor([1.5, 0.0]))
+
+
 def test_age_rank_follows_original_positions() -> None:
     torch.testing.assert_close(
         age_rank(torch.tensor([[7, 0, 40], [3, 2, 1]])),
