@@ -1,0 +1,180 @@
+"""What this plugin asks of vLLM, and what it refuses to run with.
+
+Everything here fails closed: an engine that cannot evict as promised does not start.
+"""
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from nexus_vllm.config import Settings
+from nexus_vllm.engine.cli import CONFIG_KEY, active_settings
+from nexus_vllm.engine.hooks import SUPPORTED_VLLM, vllm_version
+from nexus_vllm.plan import StepPlan, StepReport
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+WORKER = "nexus_vllm.engine.worker.EvictionWorker"
+SCHEDULER = "nexus_vllm.engine.scheduler.EvictionScheduler"
+ASYNC_SCHEDULER = "nexus_vllm.engine.scheduler.AsyncEvictionScheduler"
+
+_PLAN = "kv_eviction_plan"
+_REPORT = "kv_eviction_report"
+
+
+class UnsupportedError(ValueError):
+    """KV eviction cannot run like this. Names what was found, what is needed and what to do."""
+
+    def __init__(self, found: str, needed: str, remedy: str) -> None:
+        super().__init__(f"KV eviction refuses to start: {found}; {needed}. Remedy: {remedy}.")
+
+
+def settings_of(vllm_config: "VllmConfig") -> Settings:
+    """The settings an engine was started with."""
+    settings = active_settings(vllm_config.additional_config)
+    if settings is None:
+        raise UnsupportedError(
+            f"additional_config has no {CONFIG_KEY!r}",
+            "this class only serves engines started with it",
+            "use --kv-eviction, or nexus_vllm.engine_args() offline",
+        )
+    return settings
+
+
+def check_version() -> None:
+    """Refuse a vLLM this release was not written for."""
+    version = vllm_version()
+    if not version.startswith(SUPPORTED_VLLM + "."):
+        raise UnsupportedError(
+            f"vLLM {version} is installed",
+            f"this release is made for vLLM {SUPPORTED_VLLM}.x",
+            f"install vLLM {SUPPORTED_VLLM}.x or another nexus-vllm",
+        )
+
+
+def prepare_engine_args(engine_args: Any, settings: Settings) -> None:
+    """Name our worker before vLLM's config picks the platform's own. Raises UnsupportedError."""
+    check_version()
+    if engine_args.worker_cls not in ("auto", WORKER):
+        raise UnsupportedError(
+            f"--worker-cls {engine_args.worker_cls}",
+            "eviction needs its own worker class",
+            "drop --worker-cls",
+        )
+    if engine_args.scheduler_cls is not None:
+        raise UnsupportedError(
+            f"--scheduler-cls {engine_args.scheduler_cls}",
+            "eviction needs its own scheduler class",
+            "drop --scheduler-cls",
+        )
+    engine_args.worker_cls = WORKER
+
+
+def check_config(vllm_config: "VllmConfig") -> None:
+    """Refuse what eviction cannot serve right, then choose the scheduler. Raises UnsupportedError."""
+    for found, needed, remedy in refusals(vllm_config):
+        raise UnsupportedError(found, needed, remedy)
+    # After the config is built: only then has vLLM decided between its two schedulers.
+    scheduler = vllm_config.scheduler_config
+    scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+
+
+def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
+    """Everything about this engine that eviction does not support: (found, needed, remedy)."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel, settings = vllm_config.parallel_config, settings_of(vllm_config)
+    without = "serve this model without --kv-eviction"
+    checks = [
+        (
+            model.runner_type != "generate",
+            f"the model runs as {model.runner_type!r}",
+            "only generation has a KV cache to evict from",
+            without,
+        ),
+        (model.use_mla, "the model uses MLA", "its latent cache has no keys per head", without),
+        (
+            model.is_encoder_decoder,
+            "the model is an encoder-decoder",
+            "cross-attention blocks cannot be evicted",
+            without,
+        ),
+        (
+            model.is_hybrid or model.is_attention_free,
+            "the model has state-space layers",
+            "all layers must be attention",
+            without,
+        ),
+        (
+            cache.block_size != settings.block_size,
+            f"vLLM chose a KV block of {cache.block_size} tokens",
+            f"eviction is set up for {settings.block_size}",
+            f"pass --block-size {settings.block_size}",
+        ),
+        (
+            cache.cache_dtype != "auto",
+            f"--kv-cache-dtype {cache.cache_dtype}",
+            "scoring reads keys in the model's own dtype",
+            "drop --kv-cache-dtype",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1
+            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "context parallelism",
+            "a block must lie on one rank",
+            "drop the context-parallel flags",
+        ),
+        (
+            parallel.enable_dbo,
+            "--enable-dbo",
+            "batches must not be split in the worker",
+            "drop --enable-dbo",
+        ),
+        (
+            vllm_config.speculative_config is not None,
+            "speculative decoding",
+            "drafts are not supported by this release",
+            "drop --speculative-config",
+        ),
+        (
+            vllm_config.kv_transfer_config is not None,
+            "a KV connector",
+            "transferring evicted sequences is not supported by this release",
+            "drop --kv-transfer-config",
+        ),
+    ]
+    return [told for refused, *told in checks if refused]  # type: ignore[misc]
+
+
+# The plan and the report travel as attributes: vLLM pickles both carriers whole. Remove when its
+# SchedulerOutput and ModelRunnerOutput have a field for out-of-tree extensions.
+
+
+def attach_plan(output: "SchedulerOutput", plan: StepPlan) -> None:
+    """Let a step's plan ride on its scheduler output."""
+    vars(output)[_PLAN] = plan
+
+
+def plan_of(output: "SchedulerOutput") -> StepPlan:
+    """The plan that rides on a scheduler output. Raises UnsupportedError if there is none."""
+    plan: StepPlan | None = getattr(output, _PLAN, None)
+    if plan is None:
+        raise UnsupportedError(
+            "a step arrived without an eviction plan",
+            "another scheduler class is at work",
+            "start with --kv-eviction, or nexus_vllm.engine_args() offline",
+        )
+    return plan
+
+
+def with_report(output: "ModelRunnerOutput", report: StepReport) -> "ModelRunnerOutput":
+    """A copy of the output with the report on it; vLLM shares one empty output among steps."""
+    output = copy.copy(output)
+    vars(output)[_REPORT] = report
+    return output
+
+
+def report_of(output: "ModelRunnerOutput") -> StepReport | None:
+    """The report on a model runner's output, if any."""
+    return getattr(output, _REPORT, None)

@@ -1,0 +1,92 @@
+"""vLLM's two model runners behind one small interface."""
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+
+class Runner(Protocol):
+    """What eviction needs to know of a model runner."""
+
+    def batch_request_ids(self, batch: "CommonAttentionMetadata") -> list[str | None]:
+        """The request of each batch row, in row order, padding left out."""
+
+    def overwrite_row(self, request_id: str, row: list[int]) -> None:
+        """Replace a sequence's whole page row; the worker must not keep a stale entry."""
+
+    def row(self, request_id: str) -> list[int]:
+        """A sequence's page row as the runner has it now."""
+
+    def commit_rows(self) -> None:
+        """Make overwritten rows visible before the step's own writes."""
+
+    def builders(self) -> "Iterator[Any]":
+        """Every attention metadata builder."""
+
+
+class _AnyRunner:
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def builders(self) -> "Iterator[Any]":
+        for groups in self._runner.attn_groups:
+            for group in groups:
+                yield from group.metadata_builders
+
+
+class RunnerV1(_AnyRunner):
+    """`vllm/v1/worker/gpu_model_runner.py`: rows live in request states and a persistent batch."""
+
+    def batch_request_ids(self, batch: "CommonAttentionMetadata") -> list[str | None]:
+        ids: list[str | None] = self._runner.input_batch.req_ids
+        return ids[: batch.num_reqs]
+
+    def overwrite_row(self, request_id: str, row: list[int]) -> None:
+        self._runner.requests[request_id].block_ids = (row,)
+        index = self._runner.input_batch.req_id_to_index.get(request_id)
+        if index is not None:
+            self._runner.input_batch.block_table.add_row((row,), index)
+
+    def row(self, request_id: str) -> list[int]:
+        row: list[int] = self._runner.requests[request_id].block_ids[0]
+        return row
+
+    def commit_rows(self) -> None:
+        """Rows are copied to the device as part of every step."""
+
+
+class RunnerV2(_AnyRunner):
+    """`vllm/v1/worker/gpu/model_runner.py`: rows live on the device, written in stages."""
+
+    def batch_request_ids(self, batch: "CommonAttentionMetadata") -> list[str | None]:
+        if batch.req_idx is None:  # a dummy run
+            return []
+        ids = self._runner.req_states.index_to_req_id
+        return [ids.get(int(index)) for index in batch.req_idx[: batch.num_reqs]]
+
+    def overwrite_row(self, request_id: str, row: list[int]) -> None:
+        index = self._runner.req_states.req_id_to_index[request_id]
+        self._runner.block_tables.append_block_ids(index, (row,), overwrite=True)
+
+    def row(self, request_id: str) -> list[int]:
+        index = self._runner.req_states.req_id_to_index[request_id]
+        tables = self._runner.block_tables
+        length = int(tables.num_blocks.np[0, index])
+        row: list[int] = tables.block_tables[0].gpu[index, :length].tolist()
+        return row
+
+    def commit_rows(self) -> None:
+        """The staging area has one entry per request and step; leave it empty for the step's own."""
+        self._runner.block_tables.apply_staged_writes()
+
+
+def adapt(model_runner: Any) -> Runner:
+    """The adapter for vLLM's runner. Raises RuntimeError for one that is neither."""
+    if hasattr(model_runner, "input_batch"):
+        return RunnerV1(model_runner)
+    if hasattr(model_runner, "req_states"):
+        return RunnerV2(model_runner)
+    raise RuntimeError(f"KV eviction does not know the model runner {type(model_runner)}")

@@ -1,0 +1,299 @@
+"""The scheduler's half: when each sequence is shrunk and which pages it gives back.
+
+Two classes, because vLLM's asynchronous scheduler is a subclass of its synchronous one; which of
+them serves is vLLM's decision (`compat.check_config`).
+"""
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from nexus_vllm.config import Directive
+from nexus_vllm.engine import compat
+from nexus_vllm.engine.manager import EvictionManager, Hold
+from nexus_vllm.plan import Eviction, EvictionPlan, StepPlan, StepReport
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+STATS_KEY = "nexus_kv_eviction"
+
+
+@dataclass
+class Ledger:
+    """One request: what it asked for, and what its evictions did. `hold` is None if never evicted."""
+
+    directive: Directive
+    streaming: bool
+    hold: Hold | None
+    budget_blocks: int | None
+    prompt_tokens: int
+    event: int = 0
+    eviction_steps: int = 0
+    evicted_blocks: int = 0
+    moved_blocks: int = 0
+    peak_blocks: int = 0
+
+    def record(self, request_id: str, final_blocks: int, block_size: int) -> dict[str, Any]:
+        """What the user is told, in the reply and at /kv_eviction/requests/{id}."""
+        budget = self.budget_blocks
+        return {
+            "request_id": request_id,
+            "policy": self.directive.policy,
+            "prefill": "streaming" if self.streaming else "oneshot",
+            "budget_tokens": None if budget is None else budget * block_size,
+            "prompt_tokens": self.prompt_tokens,
+            "eviction_steps": self.eviction_steps,
+            "evicted_blocks": self.evicted_blocks,
+            "moved_blocks": self.moved_blocks,
+            "peak_blocks": max(self.peak_blocks, final_blocks),
+            "final_blocks": final_blocks,
+        }
+
+
+class EvictionSchedulerMixin(Scheduler):
+    """Over either of vLLM's schedulers: plans slides before a step and reports what they did."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.eviction = compat.settings_of(self.vllm_config)
+        self.pages = self._only_manager()
+        self.ledgers: dict[str, Ledger] = {}
+        self._stopped: list[str] = []
+        self._finished_records: list[dict[str, Any]] = []
+        self._counts = _zero_counts()
+
+    def _only_manager(self) -> EvictionManager:
+        """Proof that our manager holds this model's pages; vLLM would serve unevicted without."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        if len(managers) != 1 or not isinstance(managers[0], EvictionManager):
+            kinds = ", ".join(type(m.kv_cache_spec).__name__ for m in managers)
+            raise compat.UnsupportedError(
+                f"the model's KV cache has the groups [{kinds}]",
+                "KV eviction needs exactly one group of plain full attention",
+                "serve this model without --kv-eviction",
+            )
+        if managers[0].block_size != self.eviction.block_size:
+            raise compat.UnsupportedError(
+                f"the KV block size is {managers[0].block_size}",
+                f"KV eviction is set up for {self.eviction.block_size}",
+                f"pass --block-size {self.eviction.block_size}",
+            )
+        return managers[0]
+
+    # Arrival
+
+    def add_request(self, request: "Request") -> None:
+        """Read the request's directive. The front end has already refused malformed ones."""
+        if request.request_id not in self.ledgers:
+            params = request.sampling_params
+            self._open(request, self.eviction.directive(params.extra_args if params else None))
+        super().add_request(request)
+
+    def _open(self, request: "Request", directive: Directive) -> None:
+        prompt = request.num_prompt_tokens
+        budget = directive.budget_blocks(prompt, self.eviction)
+        size = self.pages.block_size
+        fits = prompt // size + 1 < self.pages.block_pool.num_gpu_blocks
+        streaming = directive.prefill == "streaming" or (directive.prefill == "auto" and not fits)
+        hold = None
+        if budget is not None:
+            plan = EvictionPlan(
+                prompt_tokens=prompt,
+                budget=budget,
+                interval=self.eviction.interval // size,
+                chunk=self.eviction.chunk // size,
+                block_size=size,
+                streaming=streaming,
+            )
+            # A sequence that ends before its first eviction costs nothing: no window is recorded.
+            if request.resumable or plan.next_eviction(0) < prompt + request.max_tokens:
+                hold = self.pages.holds[request.request_id] = Hold(plan)
+        self.ledgers[request.request_id] = Ledger(directive, streaming, hold, budget, prompt)
+        policies = self._counts["requests"]
+        policies[directive.policy] = policies.get(directive.policy, 0) + 1
+
+    # One step
+
+    def schedule(self, throttle_prefills: bool = False) -> "SchedulerOutput":
+        """vLLM's step, preceded by the slides that are due; the plan rides on its output."""
+        evictions = self._evict_due()
+        output = super().schedule(throttle_prefills)
+        started = [new.req_id for new in output.scheduled_new_reqs]
+        started += output.scheduled_cached_reqs.resumed_req_ids
+        plan = StepPlan(
+            started=[i for i in started if self._never_evicted(i)],
+            stopped=self._stopped,
+            # Preempted within this very step: its pages may already be somebody else's.
+            evictions=[e for e in evictions if e.request_id not in self._stopped],
+        )
+        self._stopped = []
+        compat.attach_plan(output, plan)
+        for request in self.running:
+            ledger = self.ledgers[request.request_id]
+            held = self.pages.held_blocks(request.request_id)
+            ledger.peak_blocks = max(ledger.peak_blocks, held)
+        if self.eviction.check_integrity:
+            self.pages.check_integrity()
+        return output
+
+    def _never_evicted(self, request_id: str) -> bool:
+        hold = self.ledgers[request_id].hold
+        return hold is not None and hold.released == 0
+
+    def _evict_due(self) -> list[Eviction]:
+        """Slide every running sequence that has reached its next eviction."""
+        evictions = []
+        for request in self.running:
+            ledger = self.ledgers[request.request_id]
+            hold = ledger.hold
+            if hold is None:
+                continue
+            # Without speculation every scheduled token is final: it may be counted in flight,
+            # since workers run steps in order and a fill runs before its step's forward.
+            computed = request.num_computed_tokens
+            if computed < hold.plan.next_eviction(hold.released):
+                continue
+            released, target = hold.released, hold.plan.target(computed)
+            full = computed // self.pages.block_size
+            slide = self.pages.slide(request.request_id, target, full)
+            if slide is None:
+                self._counts["postponed"] += 1
+                continue
+            evictions.append(
+                Eviction(
+                    request_id=request.request_id,
+                    policy=ledger.directive.policy,
+                    seed=ledger.directive.seed,
+                    event=ledger.event,
+                    computed=computed,
+                    released=released,
+                    target=target,
+                    pages=slide.pages,
+                    kept_pages=slide.kept_pages,
+                    tail_pages=slide.tail_pages,
+                )
+            )
+            ledger.event += 1
+            ledger.eviction_steps += 1
+            ledger.evicted_blocks += target - released
+            self._counts["eviction_steps"] += 1
+            self._counts["evicted_blocks"] += target - released
+        return evictions
+
+    def _reserve_prefill_lookahead(
+        self, request: "Request", num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """vLLM's last word on a chunk's length, and ours: it ends where an eviction is due."""
+        tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        hold = self.ledgers[request.request_id].hold
+        if hold is not None:
+            due = hold.plan.next_eviction(hold.released) - num_computed_tokens
+            if due > 0:
+                tokens = min(tokens, due)
+        return tokens
+
+    def _get_local_prefix_cache_hit(
+        self, request: "Request"
+    ) -> "tuple[KVCacheBlocks, int, int, bool]":
+        """Cap hits so that the window before the first eviction is computed, not looked up."""
+        blocks, hit, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+        hold = self.ledgers[request.request_id].hold
+        if hold is None:
+            return blocks, hit, boundary, diverged
+        size = self.pages.block_size
+        most = max(0, hold.plan.next_eviction(0) - self.eviction.window) // size * size
+        if hit > most:
+            blocks, hit = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
+        return blocks, hit, boundary, diverged
+
+    def _preempt_request(
+        self, request: "Request", timestamp: float, drop_stale_output: bool = False
+    ) -> None:
+        """A preempted sequence starts over: it will meet the same evictions again."""
+        super()._preempt_request(request, timestamp, drop_stale_output)
+        self.ledgers[request.request_id].event = 0
+        self._stopped.append(request.request_id)
+
+    def _update_request_as_session(self, session: "Request", update: Any) -> None:
+        """A streaming-input session goes on with a longer prompt and what it still holds."""
+        super()._update_request_as_session(session, update)
+        ledger = self.ledgers[session.request_id]
+        ledger.prompt_tokens = session.num_prompt_tokens
+        if ledger.hold is not None:
+            ledger.hold.plan = replace(ledger.hold.plan, prompt_tokens=session.num_prompt_tokens)
+
+    # Results
+
+    def update_from_output(
+        self, scheduler_output: "SchedulerOutput", model_runner_output: "ModelRunnerOutput"
+    ) -> Any:
+        """Book the worker's report before vLLM finishes requests with it."""
+        report = compat.report_of(model_runner_output)
+        if report is not None:
+            self._book(report)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _book(self, report: StepReport) -> None:
+        for request_id, moved in report.moved.items():
+            self._counts["moved_blocks"] += moved
+            with contextlib.suppress(KeyError):  # aborted while its step was in flight
+                self.ledgers[request_id].moved_blocks += moved
+        self._counts["seconds"] += report.seconds
+
+    def _free_request(
+        self, request: "Request", delay_free_blocks: bool = False
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Close the ledger and send its record with the reply."""
+        request_id = request.request_id
+        ledger = self.ledgers.pop(request_id)
+        held = self.pages.held_blocks(request_id)
+        record = ledger.record(request_id, held, self.pages.block_size)
+        kv_params, ec_params = super()._free_request(request, delay_free_blocks)
+        self.pages.holds.pop(request_id, None)
+        self._stopped.append(request_id)
+        self._finished_records.append(record)
+        told = {key: value for key, value in record.items() if key != "request_id"}
+        return {**(kv_params or {}), "kv_eviction": told}, ec_params
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> "SchedulerStats | None":
+        """Send our counts with vLLM's own (read by `server.metrics`), as changes since the last."""
+        stats = super().make_stats(*args, **kwargs)
+        counts, self._counts = self._counts, _zero_counts()
+        records, self._finished_records = self._finished_records, []
+        if stats is None:  # --disable-log-stats: nobody is listening
+            return None
+        held = sum(
+            self.pages.held_blocks(request_id)
+            for request_id, ledger in self.ledgers.items()
+            if ledger.hold is not None
+        )
+        payload = {**counts, "live_blocks": held, "finished": records}
+        stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), STATS_KEY: payload}
+        return stats
+
+
+def _zero_counts() -> dict[str, Any]:
+    return {
+        "eviction_steps": 0,
+        "evicted_blocks": 0,
+        "moved_blocks": 0,
+        "postponed": 0,
+        "seconds": [],
+        "requests": {},
+    }
+
+
+class EvictionScheduler(EvictionSchedulerMixin, Scheduler):
+    """vLLM's synchronous scheduler with eviction."""
+
+
+class AsyncEvictionScheduler(EvictionSchedulerMixin, AsyncScheduler):
+    """vLLM's asynchronous scheduler with eviction."""

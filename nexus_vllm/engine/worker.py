@@ -1,0 +1,215 @@
+"""The worker: vLLM's own, which fills before each forward pass.
+
+Importing this module, which vLLM does only where eviction is on, installs the attention backends of
+this process.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from nexus_vllm.engine import attention, compat
+from nexus_vllm.engine.evictor import Evictor, Layer
+from nexus_vllm.engine.manager import EvictionSpec
+from nexus_vllm.engine.runners import Runner, adapt
+from nexus_vllm.engine.sequences import Sequences
+from nexus_vllm.engine.window import LayerWindow
+from nexus_vllm.plan import Eviction, StepPlan, StepReport
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker  # type: ignore[assignment]
+
+attention.install()
+
+
+class _ReportedOutput(AsyncModelRunnerOutput):
+    """An output still on its way to the host, with the report of its step."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, report: StepReport) -> None:
+        self._output = output
+        self._report = report
+
+    def get_output(self) -> ModelRunnerOutput:
+        return compat.with_report(self._output.get_output(), self._report)
+
+
+class EvictionWorker(PlatformWorker):
+    """vLLM's worker with eviction. `collective_rpc` reaches its `kv_eviction_*` methods."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.eviction = compat.settings_of(self.vllm_config)
+        if self.vllm_config.scheduler_config.scheduler_cls not in (
+            compat.SCHEDULER,
+            compat.ASYNC_SCHEDULER,
+        ):
+            raise compat.UnsupportedError(
+                "this engine's scheduler does not evict",
+                "worker and scheduler work together",
+                "start with --kv-eviction, or nexus_vllm.engine_args() offline",
+            )
+        self._windows: dict[str, LayerWindow] = {}
+        self._report: StepReport | None = None
+        self._trace: dict[str, list[dict[str, Any]]] = {}
+
+    # Start-up
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load, then allocate the query windows, before vLLM sizes the KV pool."""
+        super().load_model(*args, **kwargs)
+        slots = self.vllm_config.scheduler_config.max_num_seqs
+        for name, layer in self._attention_layers().items():
+            _check_layer(name, layer)
+            window = LayerWindow(
+                slots,
+                self.eviction.window,
+                layer.num_heads,
+                layer.head_size,
+                self.model_config.dtype,
+                self.device,
+            )
+            self._windows[name] = layer.impl.window = window
+
+    def _attention_layers(self) -> dict[str, Any]:
+        """This rank's attention layers with a KV cache of their own, in model order."""
+        found = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+        own = [
+            (name, layer)
+            for name, layer in found.items()
+            if getattr(layer, "kv_sharing_target_layer_name", None) is None
+        ]
+        return dict(sorted(own, key=lambda item: extract_layer_index(item[0])))
+
+    def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
+        """vLLM's specs, proved to be ours."""
+        specs = super().get_kv_cache_spec()
+        for name, spec in specs.items():
+            if not isinstance(spec, EvictionSpec):
+                raise compat.UnsupportedError(
+                    f"layer {name} has the cache {type(spec).__name__}",
+                    "every layer must be plain full attention",
+                    "serve this model without --kv-eviction",
+                )
+        return specs
+
+    def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> None:
+        """Allocate the cache, then connect builders, windows and evictor, proving each hook."""
+        super().initialize_from_config(kv_cache_config)
+        self.runner: Runner = adapt(self.model_runner)
+        self.sequences = Sequences(
+            self.runner,
+            self.vllm_config.scheduler_config.max_num_seqs,
+            self.eviction.window,
+            self.eviction.block_size,
+            self.device,
+        )
+        builders = list(self.runner.builders())
+        if not builders:
+            raise RuntimeError("KV eviction found no attention metadata builder")
+        for builder in builders:
+            if not isinstance(builder, attention.EvictionBuilderMixin):
+                raise RuntimeError(f"KV eviction is not live in {type(builder).__name__}")
+            builder.sequences = self.sequences
+        self.evictor = Evictor(
+            [
+                Layer.of(extract_layer_index(name), layer, self._windows[name])
+                for name, layer in self._attention_layers().items()
+            ],
+            self.eviction,
+        )
+
+    # One step
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
+        """Carry out the step's plan, then run the step."""
+        self._carry_out(compat.plan_of(scheduler_output))
+        return self._told(super().execute_model(scheduler_output))
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The second half of a step on runners that split it."""
+        return self._told(super().sample_tokens(grammar_output))
+
+    def _carry_out(self, plan: StepPlan) -> None:
+        for request_id in plan.stopped:
+            self.sequences.stop(request_id)
+        for eviction in plan.evictions:
+            self._evict(eviction)
+        if plan.evictions:
+            self.runner.commit_rows()
+        for request_id in plan.started:
+            self.sequences.start(request_id)
+            self._trace.pop(request_id, None)
+        if self.eviction.check_integrity:
+            self.sequences.check_integrity()
+            for eviction in plan.evictions:
+                if self.runner.row(eviction.request_id) != eviction.row:
+                    raise RuntimeError(f"{eviction.request_id}: the worker's page row is stale")
+
+    def _evict(self, eviction: Eviction) -> None:
+        begin = time.perf_counter()
+        sequence = self.sequences.by_id[eviction.request_id]
+        moved, kept = self.evictor.evict(sequence, eviction)
+        self.runner.overwrite_row(eviction.request_id, eviction.row)
+        if self._report is None:
+            self._report = StepReport()
+        self._report.moved[eviction.request_id] = moved
+        self._report.seconds.append(time.perf_counter() - begin)
+        if self.eviction.trace:
+            self._trace.setdefault(eviction.request_id, []).append(
+                {
+                    "num_computed": eviction.computed,
+                    "full_blocks": eviction.full,
+                    "kept": kept.clone(),
+                }
+            )
+
+    def _told(self, output: Any) -> Any:
+        """The step's output with the report on it, once there is an output."""
+        report = self._report
+        if report is None or output is None:
+            return output
+        self._report = None
+        if isinstance(output, AsyncModelRunnerOutput):
+            return _ReportedOutput(output, report)
+        return compat.with_report(output, report)
+
+    # Inspection
+
+    def kv_eviction_state(self) -> dict[str, dict[str, Any]]:
+        """Released blocks and original block ids of every evictable sequence on this rank."""
+        return self.sequences.snapshot()
+
+    def kv_eviction_trace(self) -> dict[str, list[dict[str, Any]]]:
+        """With `trace` on: every eviction of every request so far, kept blocks [L, B] included."""
+        return self._trace
+
+
+def _check_layer(name: str, layer: Any) -> None:
+    """Refuse a layer whose attention eviction would get wrong, or whose hooks are not live."""
+    impl = getattr(layer, "impl", None)
+    if not isinstance(impl, attention.EvictionImplMixin):
+        tested = ", ".join(attention.BACKENDS)
+        raise compat.UnsupportedError(
+            f"layer {name} uses {type(impl or layer).__name__}",
+            f"eviction has been tested with the attention backends {tested}",
+            "choose one with --attention-backend, or serve without --kv-eviction",
+        )
+    if getattr(impl, "alibi_slopes", None) is not None:
+        raise compat.UnsupportedError(
+            f"layer {name} uses ALiBi",
+            "its bias depends on how many blocks lie between",
+            "serve this model without --kv-eviction",
+        )

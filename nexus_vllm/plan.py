@@ -1,0 +1,112 @@
+"""When a sequence is shrunk and how far: pure arithmetic, shared by scheduler, worker and tests.
+
+Evictions happen at fixed token positions that follow from the prompt's length and the budget alone.
+The scheduler ends prefill chunks there, so the same request meets the same evictions whatever else
+is in the batch, however its prompt was chunked, and again after a preemption (invariant I8).
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class EvictionPlan:
+    """The positions at which one sequence is shrunk to its budget.
+
+    `budget`, `interval` and `chunk` are in blocks of `block_size` tokens. With `released` leading
+    blocks given up, the sequence holds the live window [released, full): it is shrunk to `budget`
+    blocks at the end of its prompt, then whenever the window has grown by `interval` blocks. A
+    `streaming` prompt is shrunk in addition whenever the window has grown by `chunk` blocks.
+    """
+
+    prompt_tokens: int
+    budget: int
+    interval: int
+    chunk: int
+    block_size: int
+    streaming: bool
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "budget", "interval", "chunk", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    def next_eviction(self, released: int) -> int:
+        """The token count at which the sequence must next be shrunk."""
+        if self.streaming:
+            position = (released + self.budget + self.chunk) * self.block_size
+            if position < self.prompt_tokens:
+                return position
+        if self.prompt_tokens // self.block_size - released > self.budget:
+            return self.prompt_tokens
+        return (released + self.budget + self.interval) * self.block_size
+
+    def target(self, computed: int) -> int:
+        """How many leading blocks are released after an eviction at `computed` tokens."""
+        return computed // self.block_size - self.budget
+
+    def most_blocks(self, tokens: int) -> int:
+        """The most pages the sequence ever holds on its way to `tokens` tokens, the tail included."""
+        whole = -(-tokens // self.block_size)
+        grown = self.budget + self.interval
+        if self.streaming:
+            grown = self.budget + max(self.chunk, self.interval)
+        else:
+            grown = max(grown, -(-self.prompt_tokens // self.block_size))
+        return min(whole, grown + 1)
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """One sequence's eviction in one step: what the scheduler tells the worker.
+
+    Block indices are logical. `pages` held the live window [released, full) before the eviction;
+    afterwards `kept_pages` are the row's entries [target, full), to be filled by the worker, and
+    `tail_pages` its entries from `full` on, untouched. Pages of `kept_pages` that are not in
+    `pages` are fresh.
+    """
+
+    request_id: str
+    policy: str
+    seed: int
+    event: int
+    computed: int
+    released: int
+    target: int
+    pages: list[int]
+    kept_pages: list[int]
+    tail_pages: list[int]
+
+    @property
+    def full(self) -> int:
+        """Number of full logical blocks at the eviction, released ones included."""
+        return self.released + len(self.pages)
+
+    @property
+    def row(self) -> list[int]:
+        """The sequence's whole page row after the eviction; released entries name page 0 (null)."""
+        return [0] * self.target + self.kept_pages + self.tail_pages
+
+
+@dataclass
+class StepPlan:
+    """What rides on one step's SchedulerOutput.
+
+    `started`: sequences, computed from their first token on, that may be evicted later.
+    `stopped`: sequences whose pages were all taken back (finished, aborted or preempted).
+    `evictions`: to be filled in this order, before the step's forward pass.
+    """
+
+    started: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+    evictions: list[Eviction] = field(default_factory=list)
+
+
+@dataclass
+class StepReport:
+    """What the worker did with one step's evictions; statistics only, nothing depends on it.
+
+    `moved`: copied (layer, block) slices per sequence. `seconds`: one entry per eviction.
+    """
+
+    moved: dict[str, int] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)

@@ -1,0 +1,6 @@
+"""Unit tests never depend on wall-clock speed."""
+
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
