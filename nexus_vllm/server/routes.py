@@ -34,7 +34,8 @@ def answer(path: str, settings: Settings) -> JSONResponse | None:
         return JSONResponse({"id": request_id, "sequences": found})
     message = (
         f"No record of request {request_id!r}: this server remembers the last {settings.records} "
-        "finished sequences. Ask sooner, or raise `records` in --kv-eviction-config."
+        "finished sequences, unless started with --disable-log-stats; of several API servers each "
+        "remembers its own. Ask sooner, or raise `records` in --kv-eviction-config."
     )
     return JSONResponse(error_body(404, "NotFoundError", message), status_code=404)
 
