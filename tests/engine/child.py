@@ -1,0 +1,328 @@
+"""The child process of harness.Engine: hosts a `vllm.LLM` and obeys commands from a pipe."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from .harness import Facts, Request, RequestState, Result, State
+
+if TYPE_CHECKING:
+    import torch
+
+PR_SET_PDEATHSIG = 1
+GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "detokenize": False}
+
+
+class LogitsTap:
+    """Keeps the logits that the model hands to the sampler, by request and by the index of the
+    token they predict. Both runners compute one row per request of the batch (without drafts).
+    """
+
+    def __init__(self, runner: Any, is_v2: bool) -> None:
+        self.wanted: set[str] = set()
+        self.rows: dict[tuple[str, int], torch.Tensor] = {}
+        self._last: torch.Tensor | None = None
+        self._watch_model(runner.model)
+        if is_v2:
+            self._watch_v2(runner)
+        else:
+            self._watch_v1(runner)
+
+    def _watch_model(self, model: Any) -> None:
+        compute_logits = model.compute_logits
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._last = compute_logits(*args, **kwargs)
+            return self._last
+
+        model.compute_logits = watched
+
+    def _watch_v1(self, runner: Any) -> None:
+        execute_model = runner.execute_model
+
+        def watched(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self._last = None
+            output = execute_model(scheduler_output, *args, **kwargs)
+            batch = runner.input_batch
+            scheduled = scheduler_output.num_scheduled_tokens
+            if self._last is not None and scheduled:
+                seen = [
+                    int(batch.num_computed_tokens_cpu[i]) + scheduled[request]
+                    for i, request in enumerate(batch.req_ids)
+                ]
+                self._keep(batch.req_ids, seen)
+            return output
+
+        runner.execute_model = watched
+
+    def _watch_v2(self, runner: Any) -> None:
+        sample = runner.sample
+
+        def watched(hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            output = sample(hidden_states, input_batch, *args, **kwargs)
+            seen = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+            self._keep(input_batch.req_ids, seen.tolist())
+            return output
+
+        runner.sample = watched
+
+    def _keep(self, ids: Sequence[str], seen: Sequence[int]) -> None:
+        assert self._last is not None
+        assert len(self._last) == len(ids) == len(seen), (self._last.shape, ids, seen)
+        for row, request, index in zip(self._last, ids, seen, strict=True):
+            if request in self.wanted:
+                # The first time counts: a preempted request computes old tokens again.
+                self.rows.setdefault((request, index), row.float().cpu().clone())
+
+    def take(self, request: str, start: int, count: int) -> torch.Tensor:
+        import torch
+
+        return torch.stack([self.rows[request, start + i] for i in range(count)])
+
+
+class Host:
+    """Functions sent by tests find `llm`, `core` (EngineCore), `scheduler` and `worker` here."""
+
+    def start(self, mode: str, options: dict[str, Any], nexus: dict[str, Any] | None) -> Facts:
+        if nexus is not None:
+            import nexus_vllm
+
+            options = {**options, **nexus_vllm.engine_args(**nexus)}
+        from vllm import LLM, __version__
+
+        runner, scheduling = mode.split("-")
+        self.llm = LLM(**options, async_scheduling=scheduling == "async")
+        self.core: Any = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.worker = self.core.model_executor.driver_worker.worker
+        is_v2 = ".v1.worker.cpu." in type(self.worker.model_runner).__module__
+        queue = self.core.batch_queue_size
+        if (is_v2, queue) != (runner == "v2", 2 if scheduling == "async" else 1):
+            raise RuntimeError(f"asked for {mode}, got {self.worker.model_runner}, queue {queue}")
+        self.tap = LogitsTap(self.worker.model_runner, is_v2)
+        self.in_flight = self.most_in_flight = 0
+        self._count_batches()
+        self.names: dict[str, str] = {}  # vLLM's request id -> ours
+        self.prompts: dict[str, int] = {}
+        self.outputs: dict[str, Any] = {}
+        self.held: dict[str, list[int]] = {}
+        self.preemptions: dict[str, int] = {}
+        return Facts(
+            vllm=__version__,
+            runner=qualified_name(self.worker.model_runner),
+            scheduler=qualified_name(self.scheduler),
+            worker=qualified_name(self.worker),
+            attention_backend=self._attention_backend(),
+            step=self.core.step_fn.__name__,
+            batch_queue_size=queue,
+            pool_blocks=self.pool.num_gpu_blocks - 1,
+            plugins=os.environ.get("VLLM_PLUGINS"),
+        )
+
+    def _attention_backend(self) -> str:
+        layers = self.worker.vllm_config.compilation_config.static_forward_context.values()
+        return next(qualified_name(layer.impl) for layer in layers if hasattr(layer, "impl"))
+
+    def _count_batches(self) -> None:
+        schedule, update = self.scheduler.schedule, self.scheduler.update_from_output
+
+        def counted_schedule(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self.in_flight += output.total_num_scheduled_tokens > 0
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            return output
+
+        def counted_update(output: Any, *args: Any, **kwargs: Any) -> Any:
+            self.in_flight -= output.total_num_scheduled_tokens > 0
+            return update(output, *args, **kwargs)
+
+        self.scheduler.schedule, self.scheduler.update_from_output = (
+            counted_schedule,
+            counted_update,
+        )
+
+    # Driving ---------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> str:
+        from vllm import SamplingParams
+
+        name = request.id or f"request-{len(self.names)}"
+        if name in self.prompts:
+            raise ValueError(f"request id {name!r} was used before")
+        params = SamplingParams(**{**GREEDY, **request.params})
+        prompt: Any = {"prompt_token_ids": list(request.prompt)}
+        internal = self.llm.llm_engine.add_request(name, prompt, params)
+        self.names[internal] = name
+        self.prompts[name] = len(request.prompt)
+        self.held[name] = []
+        if request.logits:
+            self.tap.wanted.add(internal)
+        return name
+
+    def step(self) -> None:
+        for output in self.llm.llm_engine.step():
+            self.outputs[output.request_id] = output
+        self.check_pages()
+        for internal, row in self._rows().items():
+            if internal in self.names:
+                self.held[self.names[internal]].append(sum(not block.is_null for block in row))
+        for internal, request in self.scheduler.requests.items():
+            self.preemptions[self.names.get(internal, internal)] = request.num_preemptions
+
+    def steps(self, count: int) -> State:
+        for _ in range(count):
+            self.step()
+        return self.state()
+
+    def busy(self) -> bool:
+        return (
+            self.llm.llm_engine.has_unfinished_requests()
+            or self.scheduler.has_requests()
+            or bool(self.core.batch_queue)
+        )
+
+    def run(self) -> State:
+        while self.busy():
+            self.step()
+        return self.state()
+
+    def generate(self, requests: list[Request]) -> list[Result]:
+        names: dict[int, str] = {}
+        step = 0
+        while len(names) < len(requests) or self.busy():
+            for i, request in enumerate(requests):
+                if i not in names and request.at_step <= step:
+                    names[i] = self.add(request)
+            self.step()
+            step += 1
+        return self.results([names[i] for i in range(len(requests))])
+
+    def abort(self, names: Sequence[str]) -> None:
+        self.llm.llm_engine.abort_request(list(names))
+
+    # Reporting -------------------------------------------------------------------------------
+
+    def results(self, names: Sequence[str]) -> list[Result]:
+        return [self._result(name) for name in names]
+
+    def _result(self, name: str) -> Result:
+        internal = next(key for key, value in self.names.items() if value == name)
+        output = self.outputs.get(name)
+        completion = output.outputs[0] if output is not None else None
+        tokens = list(completion.token_ids) if completion is not None else []
+        logits = None
+        if internal in self.tap.wanted and tokens:
+            logits = self.tap.take(internal, self.prompts[name], len(tokens))
+        return Result(
+            id=name,
+            tokens=tokens,
+            finish_reason=completion.finish_reason if completion is not None else None,
+            cached_tokens=output.num_cached_tokens if output is not None else None,
+            kv_transfer_params=output.kv_transfer_params if output is not None else None,
+            held_blocks=list(self.held[name]),
+            preemptions=self.preemptions.get(name, 0),
+            logits=logits,
+        )
+
+    def _rows(self) -> dict[str, list[Any]]:
+        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        return dict(manager.req_to_blocks)
+
+    def state(self) -> State:
+        rows = self._rows()
+        return State(
+            pool_blocks=self.pool.num_gpu_blocks - 1,
+            free_blocks=self.pool.get_num_free_blocks(),
+            hashed_blocks=sum(block.block_hash is not None for block in self.pool.blocks),
+            ref_counts={
+                block.block_id: block.ref_cnt
+                for block in self.pool.blocks
+                if block.ref_cnt and not block.is_null
+            },
+            requests={
+                self.names.get(internal, internal): RequestState(
+                    status=request.status.name,
+                    num_tokens=request.num_tokens,
+                    num_computed_tokens=request.num_computed_tokens,
+                    num_in_flight_tokens=request.num_in_flight_tokens,
+                    block_ids=[block.block_id for block in rows.get(internal, ())],
+                )
+                for internal, request in self.scheduler.requests.items()
+            },
+            batches_in_flight=self.in_flight,
+        )
+
+    def check_pages(self) -> None:
+        """Invariant I4, and that every page counts exactly its holders."""
+        holders: Counter[int] = Counter()
+        for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
+            for row in manager.req_to_blocks.values():
+                holders.update(block.block_id for block in row if not block.is_null)
+        for _, blocks in self.scheduler.deferred_frees:
+            holders.update(block.block_id for block in blocks if not block.is_null)
+        free = {block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()}
+        pool = {block.block_id for block in self.pool.blocks if not block.is_null}
+        counts = {block.block_id: block.ref_cnt for block in self.pool.blocks}
+        assert len(free) == self.pool.get_num_free_blocks(), "free queue miscounts itself"
+        assert not free & holders.keys(), f"free and held: {sorted(free & holders.keys())}"
+        assert free | holders.keys() == pool, f"lost: {sorted(pool - free - holders.keys())}"
+        wrong = {
+            page: (counts[page], holders[page]) for page in pool if counts[page] != holders[page]
+        }
+        assert not wrong, f"page: (ref_cnt, holders) = {wrong}"
+
+    def most_batches_in_flight(self) -> int:
+        return self.most_in_flight
+
+    def rpc(self, method: str | Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return self.llm.collective_rpc(method, args=args)[0]
+
+    def do(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return function(self, *args)
+
+    def reset_prefix_cache(self) -> bool:
+        return self.llm.reset_prefix_cache()
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.llm.get_tokenizer().encode(text))
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.llm.get_tokenizer().decode(ids))
+
+
+def qualified_name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def main() -> None:
+    # A killed test run must not leave engines behind.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    pipe = Connection(int(sys.argv[1]))
+    host = Host()
+    while True:
+        try:
+            command, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            break
+        try:
+            reply = (True, getattr(host, command)(*args))
+        except Exception:
+            reply = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(reply))
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's shutdown has nothing to save
+
+
+if __name__ == "__main__":
+    main()
