@@ -1,0 +1,276 @@
+"""vLLM's real scheduler and our real evictor over a memory that knows what every page holds.
+
+No model runs. The stand-in worker keeps page rows the way vLLM's does, and "computes" a token by
+writing three facts into its slot: the token, its position, and how many blocks its sequence had
+released by then. Whatever a live window holds can then be checked against what it should hold.
+"""
+
+import itertools
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from nexus_vllm.config import Settings
+from nexus_vllm.engine import compat
+from nexus_vllm.engine.cli import CONFIG_KEY
+from nexus_vllm.engine.evictor import Evictor, Layer
+from nexus_vllm.engine.manager import EvictionSpec
+from nexus_vllm.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
+from nexus_vllm.engine.sequences import Sequences
+from nexus_vllm.engine.window import LayerWindow
+from nexus_vllm.plan import Eviction
+
+BLOCK = 32
+LAYERS = 2
+CPU = torch.device("cpu")
+TOKEN, POSITION, RELEASED = 0, 1, 2
+
+
+def answer(request_id: str, position: int) -> int:
+    """What the model says at a position: a function of it, so that recomputing repeats it."""
+    return 1000 + hash((request_id, position)) % 1000
+
+
+class Memory:
+    """The stand-in for model and worker."""
+
+    def __init__(self, pages: int, slots: int, settings: Settings) -> None:
+        self.cache = [torch.full((pages, 1, BLOCK, 4), -1.0) for _ in range(LAYERS)]
+        self.sequences = Sequences(None, slots, settings.window, BLOCK, CPU)  # type: ignore[arg-type]
+        self.evictor = Evictor(
+            [
+                Layer(
+                    index,
+                    cache,
+                    torch.arange(BLOCK * 2),
+                    1.0,
+                    2,
+                    LayerWindow(1, 1, 1, 2, torch.float32, CPU),
+                )
+                for index, cache in enumerate(self.cache)
+            ],
+            settings,
+        )
+        self.rows: dict[str, list[int]] = {}
+        self.history: dict[str, list[tuple[int, list[list[int]]]]] = {}
+
+    def execute(self, output: Any, requests: dict[str, Request]) -> None:
+        """One step, as `EvictionWorker` and a model runner carry it out."""
+        plan = compat.plan_of(output)
+        for request_id in plan.stopped:
+            self.sequences.stop(request_id)
+        for eviction in plan.evictions:
+            self.evict(eviction)
+        for request_id in plan.started:
+            self.sequences.start(request_id)
+            self.history[request_id] = []
+        for request_id in output.finished_req_ids:
+            self.rows.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self.rows[new.req_id] = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for request_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self.rows[request_id] = []
+            self.rows[request_id] += ids[0] if ids else []
+        starts = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, count in output.num_scheduled_tokens.items():
+            self.check_window(requests[request_id], starts[request_id])
+            self.forward(requests[request_id], starts[request_id], count)
+
+    def evict(self, eviction: Eviction) -> None:
+        row = self.rows[eviction.request_id]
+        assert row[eviction.released : eviction.full] == eviction.pages
+        sequence = self.sequences.by_id[eviction.request_id]
+        kept = sorted(set(eviction.kept_pages))
+        others = torch.tensor([p for p in range(len(self.cache[0])) if p not in kept])
+        before = [cache[others].clone() for cache in self.cache]
+        _, origin = self.evictor.evict(sequence, eviction)
+        for cache, was in zip(self.cache, before, strict=True):
+            assert torch.equal(cache[others], was), (
+                "I3: a fill wrote outside the pages it was given"
+            )
+        self.rows[eviction.request_id] = eviction.row
+        self.history[eviction.request_id].append((eviction.computed, origin.tolist()))
+
+    def token(self, request: Request, position: int) -> int:
+        prompt = request.prompt_token_ids or []
+        if position < len(prompt):
+            return prompt[position]
+        return answer(request.request_id, position)
+
+    def forward(self, request: Request, start: int, count: int) -> None:
+        row, sequence = self.rows[request.request_id], self.sequences.by_id.get(request.request_id)
+        released = sequence.released if sequence else 0
+        for position in range(start, start + count):
+            page = row[position // BLOCK]
+            assert page != 0, "a token must not be written to the null page"
+            facts = torch.tensor([self.token(request, position), position, released, 0.0])
+            for cache in self.cache:
+                cache[page, 0, position % BLOCK] = facts
+
+    def check_window(self, request: Request, computed: int) -> None:
+        """What attention would read before this step is what it should: every live block, once."""
+        row, sequence = self.rows[request.request_id], self.sequences.by_id.get(request.request_id)
+        released, full = (sequence.released if sequence else 0), computed // BLOCK
+        assert row[:released] == [0] * released
+        assert 0 not in row[released:]
+        if sequence is None:
+            blocks = torch.arange(full).expand(LAYERS, -1)
+        else:
+            blocks = sequence.live_blocks(LAYERS, full)
+        for layer, cache in enumerate(self.cache):
+            ids = blocks[layer].tolist()
+            assert len(set(ids)) == len(ids) == full - released, "I5: distinct live blocks"
+            pages = torch.tensor(row[released:full], dtype=torch.long)
+            held = cache[pages, 0]
+            for block, facts in zip(ids, held, strict=True):
+                positions = range(block * BLOCK, (block + 1) * BLOCK)
+                assert facts[:, POSITION].tolist() == list(positions)
+                assert facts[:, TOKEN].tolist() == [self.token(request, p) for p in positions]
+                if not released:
+                    assert not facts[:, RELEASED].any(), "I6: a prefix hit on evicted KV"
+
+
+class Simulation:
+    """A scheduler, a memory, and requests to throw at them."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        pages: int = 40,
+        budget: str = "256",
+        asynchronous: bool = False,
+        chunk: int = 64,
+        max_tokens: int = 100,
+        max_seqs: int = 6,
+        caching: bool = True,
+        knobs: dict[str, Any] | None = None,
+    ) -> None:
+        self.settings = Settings.from_source(
+            knobs, policy="random", budget=budget, budget_floor=128, check_integrity=True
+        )
+        self.config = _config(model, self.settings, chunk, max_seqs, asynchronous, caching)
+        spec = EvictionSpec(block_size=BLOCK, num_kv_heads=1, head_size=2, dtype=torch.float32)
+        kv = KVCacheConfig(
+            num_blocks=pages,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec([str(i) for i in range(LAYERS)], spec)],
+        )
+        self.config.cache_config.num_gpu_blocks = pages
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        kind = AsyncEvictionScheduler if asynchronous else EvictionScheduler
+        self.scheduler = kind(
+            vllm_config=self.config,
+            kv_cache_config=kv,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
+        self.memory = Memory(pages, max_seqs, self.settings)
+        self.in_flight: deque[Any] = deque()
+        self.depth = 2 if asynchronous else 1
+        self.max_tokens = max_tokens
+        self.finished: dict[str, dict[str, Any]] = {}
+        self.preemptions = 0
+        self.requests: dict[str, Request] = {}
+        self._ids = itertools.count()
+
+    def add(self, prompt: list[int], max_tokens: int | None = None, **directive: str) -> str:
+        request_id = f"r{next(self._ids)}"
+        params = SamplingParams(
+            max_tokens=max_tokens or self.max_tokens,
+            ignore_eos=True,
+            extra_args=directive or None,
+        )
+        params.update_from_generation_config({}, 1)
+        request = Request(request_id, prompt, params, None, block_hasher=self.hasher)
+        self.requests[request_id] = request
+        self.scheduler.add_request(request)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> bool:
+        """Schedule and execute one step; process the oldest output when the pipeline is full."""
+        busy = self.scheduler.has_requests()
+        if busy:
+            output = self.scheduler.schedule()
+            self.memory.execute(output, self.requests)
+            self.memory.sequences.check_integrity()
+            self.in_flight.append(output)
+        while self.in_flight and (len(self.in_flight) >= self.depth or not busy):
+            self._process(self.in_flight.popleft())
+        self.scheduler.pages.check_integrity()
+        return busy or bool(self.in_flight)
+
+    def _process(self, output: Any) -> None:
+        starts = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        ids = list(output.num_scheduled_tokens)
+        sampled = []
+        for request_id in ids:
+            end = starts[request_id] + output.num_scheduled_tokens[request_id]
+            known = len(self.requests[request_id].prompt_token_ids or [])
+            done = end >= max(known, self.requests[request_id].num_tokens)
+            sampled.append([answer(request_id, end)] if done else [])
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+        )
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                if one.finish_reason is not None:
+                    told = (one.kv_transfer_params or {})["kv_eviction"]
+                    self.finished[one.request_id] = told
+
+    def run(self, limit: int = 10_000) -> None:
+        for _ in range(limit):
+            if not self.step():
+                return
+        raise AssertionError(f"still busy after {limit} steps")
+
+    @property
+    def free_pages(self) -> int:
+        return self.scheduler.pages.block_pool.get_num_free_blocks()
+
+
+def _config(
+    model: Path, settings: Settings, chunk: int, max_seqs: int, asynchronous: bool, caching: bool
+) -> VllmConfig:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    model_config = ModelConfig(
+        model=str(model), tokenizer=str(model), dtype="float32", max_model_len=2048, seed=0
+    )
+    config = VllmConfig(
+        model_config=model_config,
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_seqs,
+            max_num_batched_tokens=chunk,
+            max_model_len=2048,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+        ),
+        additional_config={CONFIG_KEY: settings.to_json()},
+    )
+    config.scheduler_config.async_scheduling = asynchronous
+    return config
