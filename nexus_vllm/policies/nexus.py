@@ -19,7 +19,7 @@ class Nexus(Policy):
     a is the mean of the rows S_q of the block attention map (`block_attention`), q over the window.
     The walk takes H of the rows one after the other, C <- C + (1 + <S_q, C>) S_q, and
     c = C / ||C||_1: a row that agrees with those before counts for more. r is the age rank, oldest
-    0 and newest 1. Forced blocks included, the weights sum to 1 + lam + eps_tie N / 2.
+    0 and newest 1. With walk_over "all" the weights sum to 1 + lam + eps_tie N / 2.
 
     walk_steps: H. Each step wants a fresh row, so at most W are taken; 0 leaves the walk out.
     lam: weight of the walk; the paper calls 0.25 to 0.5 safe.
@@ -41,7 +41,7 @@ class Nexus(Policy):
     eps_tie: float = 1e-6
     heads: Heads = "per-head"
     walk_rows: WalkRows = "newest"
-    walk_over: WalkOver = "all"
+    walk_over: WalkOver = "candidates"
 
     name: ClassVar[str] = "nexus"
     needs_window: ClassVar[bool] = True

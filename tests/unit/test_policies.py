@@ -313,7 +313,7 @@ def test_age_rank_follows_original_positions() -> None:
 
 def test_tie_break_keeps_the_newer_of_equal_blocks() -> None:
     obs = from_maps([[0.25, 0.25, 0.25, 0.25]], ids=[8, 2, 5, 11])
-    assert Nexus().weights(obs).argsort(descending=True).tolist() == [3, 0, 2, 1]
+    assert Nexus(walk_over="all").weights(obs).argsort(descending=True).tolist() == [3, 0, 2, 1]
 
 
 def naive_nexus(obs: Observation, policy: Nexus) -> list[float]:
