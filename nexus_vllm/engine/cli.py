@@ -24,12 +24,13 @@ def install_flags() -> None:
     """Wrap EngineArgs so that every vLLM command and `LLM(...)` understand KV eviction.
 
     Symptom without: unknown flag --kv-eviction. Cause: vLLM has no hook for a plugin's flags and
-    none between engine arguments and engine config. Remove when it has both.
+    none between engine arguments and engine config. Remove when it has both. Raises HookError.
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    wrap(EngineArgs, "add_cli_args", ("parser",), _adding_flags)
+    # In this order: a flag that is understood is a flag that is obeyed.
     wrap(EngineArgs, "create_engine_config", ("self", "usage_context"), _activating)
+    wrap(EngineArgs, "add_cli_args", ("parser",), _adding_flags)
 
 
 def engine_args(
@@ -41,7 +42,8 @@ def engine_args(
     """Keyword arguments for `LLM(model, **engine_args(...))` and `AsyncEngineArgs`.
 
     `config` is a preset's name, a YAML or JSON file, inline JSON or a dict; `knobs` are fields of
-    Settings and win over it. Policy "none" is stock vLLM: no arguments at all.
+    Settings and win over it. Policy "none" is stock vLLM: no arguments at all. Raises HookError
+    where vLLM would take the arguments and not obey them.
     """
     if policy == "none":
         return {}
@@ -52,6 +54,7 @@ def engine_args(
             f"Add {PLUGIN_NAME!r} to it, or unset it."
         )
     settings = Settings.from_source(config, policy=policy, budget=budget, **knobs)
+    install_flags()  # vLLM's plugin loader only warns when this fails
     return {
         "additional_config": {CONFIG_KEY: settings.to_json()},
         "block_size": settings.block_size,
@@ -156,17 +159,27 @@ def _activating(original: Callable[..., Any]) -> Callable[..., Any]:
         settings = active_settings(self.additional_config)
         if settings is None:
             return original(self, *args, **kwargs)
-        from nexus_vllm.engine import compat, requests, stats
+        from nexus_vllm.engine import compat
 
-        settings = _settle_block_size(self, settings)
-        requests.install()
-        stats.install()
-        compat.prepare_engine_args(self, settings)
+        prepare(self, settings)
         vllm_config = original(self, *args, **kwargs)
         compat.check_config(vllm_config)
         return vllm_config
 
     return create_engine_config
+
+
+def prepare(engine_args: Any, settings: Settings) -> None:
+    """Hook into this process and point `engine_args` at eviction, before vLLM reads them.
+
+    Raises HookError, UnsupportedError or, for a block size that does not fit, ValueError.
+    """
+    from nexus_vllm.engine import compat, requests, stats
+
+    settings = _settle_block_size(engine_args, settings)
+    requests.install()
+    stats.install()
+    compat.prepare_engine_args(engine_args, settings)
 
 
 def _settle_block_size(engine_args: Any, settings: Settings) -> Settings:

@@ -28,6 +28,7 @@ class UnsupportedError(ValueError):
     """KV eviction cannot run like this. Names what was found, what is needed and what to do."""
 
     def __init__(self, found: str, needed: str, remedy: str) -> None:
+        self.refusal = (found, needed, remedy)
         super().__init__(f"KV eviction refuses to start: {found}; {needed}. Remedy: {remedy}.")
 
 
@@ -74,11 +75,25 @@ def prepare_engine_args(engine_args: Any, settings: Settings) -> None:
 
 def check_config(vllm_config: "VllmConfig") -> None:
     """Refuse what eviction cannot serve right, then choose the scheduler. Raises UnsupportedError."""
-    for found, needed, remedy in refusals(vllm_config):
+    for found, needed, remedy in [*drifted(), *refusals(vllm_config)]:
         raise UnsupportedError(found, needed, remedy)
     # After the config is built: only then has vLLM decided between its two schedulers.
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+
+
+def drifted() -> list[tuple[str, str, str]]:
+    """Every symbol of vLLM that is not what our overrides were written for, as `refusals`."""
+    from nexus_vllm.engine import drift  # imports the overrides, which import this module
+
+    return [
+        (
+            f"vLLM {vllm_version()} has changed {symbol}: {how}",
+            f"this release overrides or calls it as it is in vLLM {SUPPORTED_VLLM}",
+            f"install vLLM {SUPPORTED_VLLM}.x, or a nexus-vllm release made for this one",
+        )
+        for symbol, how in drift.installed()
+    ]
 
 
 def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
@@ -86,6 +101,11 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel, settings = vllm_config.parallel_config, settings_of(vllm_config)
     without = "serve this model without --kv-eviction"
+    layers = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    window = model.get_sliding_window()
+    sliding = window is not None and (
+        cache.sliding_window is not None or "sliding_attention" in layers
+    )
     checks = [
         (
             model.runner_type != "generate",
@@ -104,6 +124,18 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
             model.is_hybrid or model.is_attention_free,
             "the model has state-space layers",
             "all layers must be attention",
+            without,
+        ),
+        (
+            sliding,
+            f"the model has layers with a sliding window of {window} tokens",
+            "every layer must be plain full attention",
+            without,
+        ),
+        (
+            model.attention_chunk_size is not None,
+            f"the model has layers with chunks of {model.attention_chunk_size} tokens",
+            "every layer must be plain full attention",
             without,
         ),
         (

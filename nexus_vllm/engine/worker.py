@@ -117,10 +117,19 @@ class EvictionWorker(PlatformWorker):
         )
         builders = list(self.runner.builders())
         if not builders:
-            raise RuntimeError("KV eviction found no attention metadata builder")
+            raise compat.UnsupportedError(
+                f"{type(self.model_runner).__name__} has no attention metadata builder",
+                "eviction shows attention a shifted batch through it",
+                "serve this model without --kv-eviction",
+            )
         for builder in builders:
             if not isinstance(builder, attention.EvictionBuilderMixin):
-                raise RuntimeError(f"KV eviction is not live in {type(builder).__name__}")
+                raise compat.UnsupportedError(
+                    f"attention metadata is built by {type(builder).__name__}",
+                    "only a builder of nexus-vllm hides evicted blocks from attention",
+                    "remove whatever replaces the attention backend, or serve without "
+                    "--kv-eviction",
+                )
             builder.sequences = self.sequences
         self.evictor = Evictor(
             [
