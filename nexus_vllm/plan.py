@@ -45,7 +45,7 @@ class EvictionPlan:
         return computed // self.block_size - self.budget
 
     def most_blocks(self, tokens: int) -> int:
-        """The most pages the sequence ever holds on its way to `tokens` tokens, the tail included."""
+        """The most pages ever held on the way to `tokens` tokens, the tail included."""
         whole = -(-tokens // self.block_size)
         grown = self.budget + self.interval
         if self.streaming:

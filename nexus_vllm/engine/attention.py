@@ -109,7 +109,7 @@ def evicting(base: type[AttentionBackend]) -> type[AttentionBackend]:
         "Eviction" + base.get_impl_cls().__name__, (EvictionImplMixin, base.get_impl_cls()), {}
     )
 
-    class EvictionBackend(base):  # type: ignore[valid-type, misc]
+    class EvictionBackend(base):
         @staticmethod
         def get_builder_cls() -> Any:
             return builder
@@ -131,7 +131,8 @@ def evicting(base: type[AttentionBackend]) -> type[AttentionBackend]:
 def __getattr__(name: str) -> Any:
     """`nexus_vllm.engine.attention.CPU_ATTN`: vLLM's registry loads classes by dotted path."""
     if name in BACKENDS:
-        return evicting(_stock(name))
+        stock: Any = _stock(name)
+        return evicting(stock)
     raise AttributeError(name)
 
 

@@ -116,7 +116,7 @@ class Evictor:
     def _read(
         self, sequence: Sequence, eviction: Eviction, row: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Window queries [1, W, Hq, D], their positions [W], keys [1, N, Hkv, b, D] of one layer."""
+        """One layer's window queries [1, W, Hq, D], their positions [W], keys [1, N, Hkv, b, D]."""
         layer = self.layers[row]
         count = min(self.settings.window, eviction.computed)
         positions = torch.arange(eviction.computed - count, eviction.computed)

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 _DIGIT = 64
-"""Probe values are 1.._DIGIT: exact in every float format, and never the 0 of an unwritten place."""
+"""Probe values are 1.._DIGIT: exact in every float format, and not the 0 of an unwritten place."""
 
 
 def key_order(layer: Any, cache: Tensor) -> Tensor:
     """For each (token, dimension) of a key, its place in a flattened unit: int64 [block * D].
 
-    `layer` is vLLM's attention layer, `cache` its KV cache [pages, KV heads, block, 2 * D], of which
-    only shape and dtype are used. Raises RuntimeError if places are not distinct, in every head alike.
+    `layer` is vLLM's attention layer, `cache` its KV cache [pages, KV heads, block, 2 * D], of
+    which only shape and dtype are used. Raises RuntimeError unless the places are distinct and the
+    same in every head.
     """
     _, heads, block, content = cache.shape
     dim = layer.head_size

@@ -117,10 +117,8 @@ class EvictionManager(FullAttentionManager):
     ) -> None:
         """Publish nothing that was computed after the sequence's first eviction (I6)."""
         hold = self.holds.get(request.request_id)
-        if hold is not None:
-            if hold.released:
-                return
-            num_tokens = min(num_tokens, hold.plan.next_eviction(0))
+        if hold is not None and hold.released:
+            return
         super().cache_blocks(
             request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
         )

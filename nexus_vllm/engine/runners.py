@@ -79,7 +79,7 @@ class RunnerV2(_AnyRunner):
         return row
 
     def commit_rows(self) -> None:
-        """The staging area has one entry per request and step; leave it empty for the step's own."""
+        """The staging area has room for one entry per request; leave it empty for the step's."""
         self._runner.block_tables.apply_staged_writes()
 
 

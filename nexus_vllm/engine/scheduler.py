@@ -14,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from nexus_vllm.config import Directive
 from nexus_vllm.engine import compat
 from nexus_vllm.engine.manager import EvictionManager, Hold
+from nexus_vllm.engine.stats import STATS_KEY
 from nexus_vllm.plan import Eviction, EvictionPlan, StepPlan, StepReport
 
 if TYPE_CHECKING:
@@ -23,12 +24,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-STATS_KEY = "nexus_kv_eviction"
-
 
 @dataclass
 class Ledger:
-    """One request: what it asked for, and what its evictions did. `hold` is None if never evicted."""
+    """One request: what it asked for and what its evictions did. No `hold`: never evicted."""
 
     directive: Directive
     streaming: bool

@@ -73,7 +73,7 @@ class Sequences:
         """The batch's rows as sequences; None when no row is one, which costs nothing more."""
         if not self.by_id:
             return None
-        rows = [self.by_id.get(i) for i in self.runner.batch_request_ids(batch)]
+        rows = [self.by_id.get(i or "") for i in self.runner.batch_request_ids(batch)]
         if not any(rows):
             return None
         size = batch.seq_lens.shape[0]

@@ -1,4 +1,4 @@
-"""The last W queries of every evictable sequence, per layer, written inside the attention forward."""
+"""The last W queries of every evictable sequence, per layer, written inside the forward pass."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Recording:
-    """Which of a step's query rows go where: `source` rows of the batch, `target` rows of the ring."""
+    """Which query rows of a step go where: `source` in the batch, `target` in the ring."""
 
     source: Tensor
     target: Tensor

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker  # type: ignore[assignment]
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 attention.install()
 
@@ -84,7 +84,7 @@ class EvictionWorker(PlatformWorker):
 
     def _attention_layers(self) -> dict[str, Any]:
         """This rank's attention layers with a KV cache of their own, in model order."""
-        found = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+        found = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         own = [
             (name, layer)
             for name, layer in found.items()

@@ -7,7 +7,8 @@ released by then. Whatever a live window holds can then be checked against what 
 
 import itertools
 import os
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,9 @@ class Memory:
         )
         self.rows: dict[str, list[int]] = {}
         self.history: dict[str, list[tuple[int, list[list[int]]]]] = {}
+        self.first: dict[str, int] = {}
+        self.seen: Counter[str] = Counter()
+        self.hashed: Callable[[], set[int]] = set
 
     def execute(self, output: Any, requests: dict[str, Request]) -> None:
         """One step, as `EvictionWorker` and a model runner carry it out."""
@@ -86,6 +90,9 @@ class Memory:
             self.rows[request_id] += ids[0] if ids else []
         starts = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self.seen["prefix hit"] += sum(n.num_computed_tokens > 0 for n in output.scheduled_new_reqs)
+        for request_id in (*(n.req_id for n in output.scheduled_new_reqs), *cached.resumed_req_ids):
+            self.first[request_id] = starts[request_id]
         for request_id, count in output.num_scheduled_tokens.items():
             self.check_window(requests[request_id], starts[request_id])
             self.forward(requests[request_id], starts[request_id], count)
@@ -94,6 +101,12 @@ class Memory:
         row = self.rows[eviction.request_id]
         assert row[eviction.released : eviction.full] == eviction.pages
         sequence = self.sequences.by_id[eviction.request_id]
+        window = eviction.computed - self.evictor.settings.window
+        assert window >= self.first[eviction.request_id], "window queries that were never computed"
+        fresh = set(eviction.kept_pages) - set(eviction.pages)
+        own = "private pages" if eviction.released else "in place"
+        self.seen["copied out" if fresh else own] += 1
+        assert not self.hashed() & set(eviction.kept_pages), "I3: a fill into a published page"
         kept = sorted(set(eviction.kept_pages))
         others = torch.tensor([p for p in range(len(self.cache[0])) if p not in kept])
         before = [cache[others].clone() for cache in self.cache]
@@ -183,6 +196,10 @@ class Simulation:
             log_stats=True,
         )
         self.memory = Memory(pages, max_seqs, self.settings)
+        pool = self.scheduler.pages.block_pool
+        self.memory.hashed = lambda: {
+            b.block_id for b in pool.blocks if b.block_hash is not None or b.ref_cnt > 1
+        }
         self.in_flight: deque[Any] = deque()
         self.depth = 2 if asynchronous else 1
         self.max_tokens = max_tokens

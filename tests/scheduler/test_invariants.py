@@ -1,8 +1,8 @@
 """Invariants I2-I6 and I8 on vLLM's real scheduler, with a memory that knows what it holds.
 
 Every step of every simulation checks that attention would read exactly the blocks it should (I5),
-that fills write only the pages they were given (I3), that rows and reference counts add up (I4), and
-that a prefix hit never serves KV computed after an eviction (I6).
+that fills write only the pages they were given, private and unpublished (I3), that rows and
+reference counts add up (I4), and that a prefix hit never serves KV computed after an eviction (I6).
 """
 
 import random
@@ -117,9 +117,39 @@ def test_a_repeated_prompt_hits_the_cache_after_its_eviction(model_path: Path) -
     assert sim.requests[again].num_computed_tokens == 480 + 20
 
 
+def test_prefix_hits_stop_short_of_the_window(model_path: Path) -> None:
+    """The last W prompt tokens are computed, for their queries, although all blocks are cached."""
+    sim = Simulation(model_path, pages=64)
+    for expected in (0, 480):
+        request_id = sim.add(prompt(520))
+        sim.step()
+        assert sim.memory.first[request_id] == expected
+        sim.run()
+    request_id = sim.add(prompt(520), kv_budget="full")
+    sim.step()
+    assert sim.memory.first[request_id] == 512, "only sequences that may be evicted are capped"
+
+
+def test_an_eviction_whose_sequence_is_preempted_in_the_same_step_is_void(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = Simulation(model_path)
+    request_id = sim.add(prompt(500))
+    hold = sim.scheduler.pages.holds[request_id]
+    while sim.requests[request_id].num_computed_tokens < 500:
+        sim.step()
+    assert hold.released == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(sim.scheduler.kv_cache_manager, "allocate_slots", lambda *a, **k: None)
+        sim.step()  # evicts, then finds no page for the next token
+    assert sim.requests[request_id].num_preemptions == 1
+    sim.run()
+    assert sim.finished[request_id]["final_blocks"] == 9
+
+
 def test_in_place_when_the_pool_is_empty(model_path: Path) -> None:
     """A prompt that fills the pool can still be shrunk: hashes are withdrawn, tail first."""
-    sim = Simulation(model_path, pages=17)
+    sim = Simulation(model_path, pages=17, max_tokens=40)
     request_id = sim.add(prompt(500))
     sim.run()
     assert sim.finished[request_id]["evicted_blocks"] > 0
@@ -141,7 +171,7 @@ def test_pages_shared_with_a_sequence_that_keeps_them_are_never_written(model_pa
 @BOTH
 @pytest.mark.parametrize("seed", range(3))
 def test_random_lives_on_a_tiny_pool(model_path: Path, asynchronous: bool, seed: int) -> None:
-    """I3-I6 over arrivals, aborts, preemptions, shared prefixes and mixed budgets; all requests end."""
+    """I3-I6 over arrivals, aborts, preemptions, shared prefixes, mixed budgets; every one ends."""
     rng = random.Random(seed)
     sim = Simulation(model_path, pages=34, asynchronous=asynchronous, max_seqs=4)
     live: set[str] = set()
@@ -173,3 +203,9 @@ def test_random_lives_on_a_tiny_pool(model_path: Path, asynchronous: bool, seed:
     assert sim.memory.sequences.by_id == {} or not sim.scheduler.has_requests()
     assert sim.scheduler.ledgers == {}
     assert sim.scheduler.pages.holds == {}
+    seen = sim.memory.seen
+    assert seen["copied out"] > 0, seen
+    assert seen["in place"] > 0, seen
+    assert seen["private pages"] > 0, seen
+    assert seen["prefix hit"] > 0, seen
+    assert sum(request.num_preemptions for request in sim.requests.values()) > 0
