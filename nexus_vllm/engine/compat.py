@@ -74,7 +74,7 @@ def prepare_engine_args(engine_args: Any, settings: Settings) -> None:
 
 
 def check_config(vllm_config: "VllmConfig") -> None:
-    """Refuse what eviction cannot serve right, then choose the scheduler. Raises UnsupportedError."""
+    """Refuse what eviction cannot serve, then choose the scheduler. Raises UnsupportedError."""
     for found, needed, remedy in [*drifted(), *refusals(vllm_config)]:
         raise UnsupportedError(found, needed, remedy)
     # After the config is built: only then has vLLM decided between its two schedulers.

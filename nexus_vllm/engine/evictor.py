@@ -11,12 +11,15 @@ from torch import Tensor
 
 from nexus_vllm import policies
 from nexus_vllm.config import Settings
-from nexus_vllm.engine.layout import key_order, read_keys
+from nexus_vllm.engine.layout import KeyLayout, probe
 from nexus_vllm.engine.sequences import Sequence
 from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction
 from nexus_vllm.policies import Observation, Policy
 from nexus_vllm.selectors import select
+
+MAX_KEYS = 1 << 23
+"""Key numbers gathered at once (32 MiB in float32), unless one layer needs more."""
 
 
 @dataclass
@@ -25,7 +28,7 @@ class Layer:
 
     index: int
     cache: Tensor
-    key_order: Tensor
+    keys: KeyLayout
     scale: float
     head_size: int
     window: LayerWindow
@@ -40,7 +43,15 @@ class Layer:
                 f"layer {index}: KV cache {tuple(cache.shape)} is not "
                 f"[pages, {heads}, block, {2 * size}]"
             )
-        return cls(index, cache, key_order(module, cache), module.impl.scale, size, window)
+        return cls(index, cache, probe(module, cache), module.impl.scale, size, window)
+
+    def alike(self, other: "Layer") -> bool:
+        """Whether both layers' queries and keys can be stacked."""
+        return (
+            self.scale == other.scale
+            and self.cache.shape == other.cache.shape
+            and self.window.ring.shape == other.window.ring.shape
+        )
 
 
 class Evictor:
@@ -79,51 +90,61 @@ class Evictor:
         """Which live blocks stay: bool [layers, live]."""
         policy, settings = self.policies[eviction.policy], self.settings
         forced = self.forced(blocks, eviction.full)
-        rows = range(len(self.layers))
-        # One layer at a time bounds the memory of a score that reads keys.
-        groups = [[row] for row in rows] if policy.needs_window else [list(rows)]
-        kept = torch.empty_like(forced)
-        for group in groups:
-            index = torch.tensor([self.layers[row].index for row in group])
+        layers = torch.tensor([layer.index for layer in self.layers])
+        weights = torch.empty(blocks.shape, dtype=torch.float32)
+        for rows in self._groups(policy, blocks.shape[1]):
             queries, positions, keys = None, None, None
             if policy.needs_window:
-                queries, positions, keys = self._read(sequence, eviction, group[0])
-            observation = Observation(
-                queries=queries,
-                query_positions=positions,
-                keys=keys,
-                block_ids=blocks[group],
-                scale=self.layers[group[0]].scale,
-                candidates=~forced[group],
-                seed=eviction.seed,
-                event=eviction.event,
-                layers=index,
+                queries, positions, keys = self._read(sequence, eviction, self.layers[rows])
+            weights[rows] = policy.weights(
+                Observation(
+                    queries=queries,
+                    query_positions=positions,
+                    keys=keys,
+                    block_ids=blocks[rows],
+                    scale=self.layers[rows][0].scale,
+                    candidates=~forced[rows],
+                    seed=eviction.seed,
+                    event=eviction.event,
+                    layers=layers[rows],
+                )
             )
-            kept[group] = select(
-                policy.selector or settings.selector,
-                policy.weights(observation),
-                len(eviction.kept_pages),
-                forced[group],
-                seed=eviction.seed,
-                event=eviction.event,
-                layers=index,
-                block_ids=blocks[group],
-                n=settings.n,
-                temperature=settings.temperature,
-            )
-        return kept
+        return select(
+            policy.selector or settings.selector,
+            weights,
+            len(eviction.kept_pages),
+            forced,
+            seed=eviction.seed,
+            event=eviction.event,
+            layers=layers,
+            block_ids=blocks,
+            n=settings.n,
+            temperature=settings.temperature,
+        )
+
+    def _groups(self, policy: Policy, live: int) -> list[slice]:
+        """Runs of layers to score at once: alike, and with few enough keys to hold."""
+        if not policy.needs_window:
+            return [slice(0, len(self.layers))]
+        groups: list[slice] = []
+        for row, layer in enumerate(self.layers):
+            most = max(1, MAX_KEYS // (live * layer.cache[0].numel() // 2))
+            if groups and row - groups[-1].start < most and layer.alike(self.layers[row - 1]):
+                groups[-1] = slice(groups[-1].start, row + 1)
+            else:
+                groups.append(slice(row, row + 1))
+        return groups
 
     def _read(
-        self, sequence: Sequence, eviction: Eviction, row: int
+        self, sequence: Sequence, eviction: Eviction, layers: list[Layer]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One layer's window queries [1, W, Hq, D], their positions [W], keys [1, N, Hkv, b, D]."""
-        layer = self.layers[row]
+        """Window queries [L, W, Hq, D], their positions [W], keys [L, N, Hkv, b, D]."""
         count = min(self.settings.window, eviction.computed)
         positions = torch.arange(eviction.computed - count, eviction.computed)
-        queries = layer.window.queries(sequence.slot, positions)
         pages = torch.tensor(eviction.pages)
-        keys = read_keys(layer.cache, pages, layer.key_order, layer.head_size)
-        return queries[None], positions, keys[None]
+        queries = [layer.window.queries(sequence.slot, positions) for layer in layers]
+        keys = [layer.keys.read(layer.cache, pages) for layer in layers]
+        return torch.stack(queries), positions, torch.stack(keys)
 
     def _fill(self, eviction: Eviction, blocks: Tensor, kept: Tensor) -> tuple[int, Tensor]:
         """Copy kept blocks out of pages that go into pages that stay; returns (copies, origins).

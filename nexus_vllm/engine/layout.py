@@ -5,6 +5,7 @@ transposed or tiled for an instruction set. Moving a unit needs no knowledge of 
 Asking the backend's own cache-update function is right for every order, and proves it.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +15,44 @@ _DIGIT = 64
 """Probe values are 1.._DIGIT: exact in every float format, and not the 0 of an unwritten place."""
 
 
-def key_order(layer: Any, cache: Tensor) -> Tensor:
-    """For each (token, dimension) of a key, its place in a flattened unit: int64 [block * D].
+@dataclass(frozen=True)
+class KeyLayout:
+    """Where the keys of a (page, KV head) unit are, in its flattened `block * 2 * D` numbers.
+
+    `order` [block, D]: the place of each (token, dimension). `span`: the first place and the one
+    after the last. `steps`: from one token and from one dimension to the next, where places follow
+    such a rule, so that keys can be read as a view.
+    """
+
+    order: Tensor
+    span: tuple[int, int]
+    steps: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, order: Tensor) -> "KeyLayout":
+        """The layout of an order [block, D], by rule if there is one."""
+        block, dim = order.shape
+        first = int(order[0, 0])
+        token = int(order[1, 0]) - first if block > 1 else 0
+        step = int(order[0, 1]) - first if dim > 1 else 0
+        rule = first + token * torch.arange(block)[:, None] + step * torch.arange(dim)
+        ruled = token >= 0 and step >= 0 and torch.equal(rule, order.cpu())
+        span = int(order.min()), int(order.max()) + 1
+        return cls(order, span, (token, step) if ruled else None)
+
+    def read(self, cache: Tensor, pages: Tensor) -> Tensor:
+        """The keys of whole pages, [len(pages), KV heads, block, D]; `cache` is a layer's."""
+        first, end = self.span
+        units = cache.view(*cache.shape[:2], -1)[:, :, first:end].index_select(0, pages)
+        shape = (*units.shape[:2], *self.order.shape)
+        if self.steps is None:
+            return units.index_select(-1, self.order.flatten() - first).view(shape)
+        start = int(self.order[0, 0]) - first
+        return units.as_strided(shape, (*units.stride()[:2], *self.steps), start)
+
+
+def probe(layer: Any, cache: Tensor) -> KeyLayout:
+    """Find out how a layer's backend stores keys.
 
     `layer` is vLLM's attention layer, `cache` its KV cache [pages, KV heads, block, 2 * D], of
     which only shape and dtype are used. Raises RuntimeError unless the places are distinct and the
@@ -47,11 +84,4 @@ def key_order(layer: Any, cache: Tensor) -> Tensor:
         orders.append(where[found.argsort()])
     if any(not torch.equal(order, orders[0]) for order in orders):
         raise RuntimeError(f"{type(layer.impl).__name__} stores KV heads in different orders")
-    return orders[0].to(cache.device)
-
-
-def read_keys(cache: Tensor, pages: Tensor, order: Tensor, dim: int) -> Tensor:
-    """The keys of whole pages: [len(pages), KV heads, block, D]."""
-    _, heads, block, _ = cache.shape
-    units = cache[pages].view(len(pages), heads, -1)
-    return units.index_select(-1, order).view(len(pages), heads, block, dim)
+    return KeyLayout.of(orders[0].view(block, dim).to(cache.device))

@@ -26,6 +26,7 @@ from nexus_vllm.config import Settings
 from nexus_vllm.engine import compat
 from nexus_vllm.engine.cli import CONFIG_KEY
 from nexus_vllm.engine.evictor import Evictor, Layer
+from nexus_vllm.engine.layout import KeyLayout
 from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
 from nexus_vllm.engine.sequences import Sequences
@@ -54,7 +55,7 @@ class Memory:
                 Layer(
                     index,
                     cache,
-                    torch.arange(BLOCK * 2),
+                    KeyLayout.of(torch.arange(BLOCK * 2).view(BLOCK, 2)),
                     1.0,
                     2,
                     LayerWindow(1, 1, 1, 2, torch.float32, CPU),
