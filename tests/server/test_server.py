@@ -1,0 +1,217 @@
+"""The product over HTTP: a real model, real evictions, real refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+from engine.harness import Engine, Mode, Request
+from openai import OpenAI
+from transformers import AutoTokenizer
+
+from .conftest import MODEL, Server
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def book(server: Server) -> list[int]:
+    """Token ids of the Python reference, which comes with every Python."""
+    text = " ".join(re.sub(r"\s+", " ", topic) for topic in topics.values())
+    ids: list[int] = AutoTokenizer.from_pretrained(server.model_path)(text[:60_000]).input_ids
+    return ids
+
+
+def eviction(reply: dict[str, Any]) -> dict[str, Any]:
+    told: dict[str, Any] = reply["kv_transfer_params"]["kv_eviction"]
+    return told
+
+
+def tokens(reply: dict[str, Any]) -> list[int]:
+    ids: list[int] = reply["choices"][0]["token_ids"]
+    return ids
+
+
+def test_a_budget_frees_pages_while_the_request_runs(server: Server, book: list[int]) -> None:
+    """vLLM's own gauge stands at the budget's share of the pool, not at the prompt's."""
+    prompt, usage, done = book[1000:4000], [], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            usage.append(server.metric("vllm:kv_cache_usage_perc"))
+
+    before = server.metric("nexus:evicted_blocks_total")
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        reply = server.complete(prompt, 96, {"X-KV-Budget": "512"})
+    finally:
+        done.set()
+        watcher.join()
+    told = eviction(reply)
+    assert told["budget_tokens"] == 512
+    assert told["prompt_tokens"] == 3000
+    assert told["evicted_blocks"] >= 70
+    assert told["final_blocks"] <= 512 // BLOCK + 1
+    assert told["peak_blocks"] == 3000 // BLOCK + 1
+    assert told["eviction_steps"] >= 3
+    assert told["moved_blocks"] > 0
+    page = max(usage) / told["peak_blocks"]  # one page's share of the pool, seen at the peak
+    low = [value for value in usage if 0 < value <= (512 // BLOCK + 1.5) * page]
+    assert len(low) >= 3, f"usage stayed up: {usage}"
+    assert server.metric("nexus:evicted_blocks_total") - before == told["evicted_blocks"]
+    record = server.get(f"/kv_eviction/requests/{reply['id']}").json()["sequences"][0]
+    assert {key: record[key] for key in told} == told
+
+
+def test_the_full_budget_is_stock_vllm_token_for_token(server: Server, book: list[int]) -> None:
+    """I1: against vLLM without the plugin, in a process of its own."""
+    prompt = book[1000:4000]
+    reply = server.complete(prompt, 64, {"X-KV-Budget": "full"})
+    assert eviction(reply)["evicted_blocks"] == 0
+    assert eviction(reply)["eviction_steps"] == 0
+    with Engine(Mode("v1", "sync"), server.model_path, max_model_len=8192) as stock:
+        (expected,) = stock.generate([Request(prompt, {"max_tokens": 64})])
+    assert tokens(reply) == expected.tokens
+
+
+def test_a_repeated_prompt_still_hits_the_prefix_cache(server: Server, book: list[int]) -> None:
+    prompt, headers = book[5000:6500], {"X-KV-Budget": "256", "X-KV-Seed": "5"}
+    first = server.complete(prompt, 40, headers)
+    hits = server.metric("vllm:prefix_cache_hits_total")
+    second = server.complete(prompt, 40, headers)
+    assert eviction(first)["evicted_blocks"] > 30
+    # All but the window, in whole blocks.
+    assert server.metric("vllm:prefix_cache_hits_total") - hits >= 1500 - 2 * BLOCK
+    assert tokens(second) == tokens(first)
+    assert eviction(second) == eviction(first)
+
+
+def test_ten_concurrent_requests_that_share_a_prefix_say_what_they_say_alone(
+    server: Server, book: list[int]
+) -> None:
+    shared = book[7000:8200]
+    requests: list[tuple[list[int], dict[str, str]]] = []
+    for index in range(10):
+        prompt = shared + book[9000 + 100 * index : 9060 + 100 * index]
+        headers = {"X-KV-Budget": "full"}
+        if index % 2:
+            headers = {"X-KV-Budget": str(256 + 32 * index), "X-KV-Seed": str(index)}
+        requests.append((prompt, headers))
+
+    def ask(request: tuple[list[int], dict[str, str]]) -> dict[str, Any]:
+        return server.complete(request[0], 24, request[1])
+
+    alone = [ask(request) for request in requests]
+    with ThreadPoolExecutor(10) as pool:
+        together = list(pool.map(ask, requests))
+    for index, (one, many) in enumerate(zip(alone, together, strict=True)):
+        assert (eviction(many)["evicted_blocks"] > 0) == bool(index % 2)
+        assert eviction(many)["final_blocks"] == eviction(one)["final_blocks"]
+    assert [tokens(reply) for reply in together] == [tokens(reply) for reply in alone]
+
+
+MALFORMED = [
+    *({"X-KV-Budget": value} for value in ("", "0", "-5", "31", "127", "1e3", "20 %", "0%")),
+    *({"X-KV-Budget": value} for value in ("101%", "12q", "k", "%", "fulll", "4096 tokens", "∞")),
+    *({"X-KV-Policy": value} for value in ("", "nexsus", "h2o", "None!", "nexus,random", "42")),
+    *({"X-KV-Seed": value} for value in ("", "-1", "1.5", "seed", "99999999999999999999")),
+    *({"X-KV-Prefill": value} for value in ("", "chunked", "one-shot", "auto;streaming")),
+    {"X-KV-Bugdet": "512"},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_every_malformed_directive_is_a_400_and_the_server_goes_on(
+    server: Server, stream: bool
+) -> None:
+    assert len(MALFORMED) >= 30
+    body = {"prompt": "Hello", "max_tokens": 2, "stream": stream}
+    before = server.metric("nexus:rejected_total")
+    for headers in MALFORMED:
+        ((name, value),) = headers.items()
+        reply = server.post("/v1/completions", body, {name: value.encode()})  # type: ignore[dict-item]
+        assert reply.status_code == 400, (headers, reply.text)
+        error = reply.json()["error"]
+        assert error["type"] == "BadRequestError"
+        assert error["code"] == 400
+        assert len(error["message"]) > 40, "value, limit and remedy"
+    assert server.metric("nexus:rejected_total") - before == len(MALFORMED)
+    assert server.complete("Hello", 2, {})["choices"][0]["text"]
+
+
+def test_header_and_body_that_disagree_are_refused(server: Server) -> None:
+    body = {"prompt": "Hello", "max_tokens": 2, "vllm_xargs": {"kv_budget": "256"}}
+    reply = server.post("/v1/completions", body, {"X-KV-Budget": "512"})
+    assert reply.status_code == 400
+    assert "512" in reply.json()["error"]["message"]
+    assert "256" in reply.json()["error"]["message"]
+
+
+ROUTES = {
+    "/v1/completions": {"prompt": "{text}", "max_tokens": 8},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "{text}"}], "max_tokens": 8},
+    "/v1/responses": {"input": "{text}", "max_output_tokens": 8},
+    "/v1/messages": {"messages": [{"role": "user", "content": "{text}"}], "max_tokens": 8},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_every_route_takes_headers_and_reports(server: Server, route: str, stream: bool) -> None:
+    text = "The grass is green. The sky is blue. The sun is yellow. " * 25
+    body = json.loads(json.dumps(ROUTES[route]).replace("{text}", text))
+    before = server.metric("nexus:evicted_blocks_total")
+    headers = {"X-KV-Budget": "128", "X-KV-Policy": "streaming-llm", "X-KV-Prefill": "oneshot"}
+    reply = server.post(route, {**body, "stream": stream}, headers)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-kv-eviction"] == "policy=streaming-llm; budget=128; prefill=oneshot"
+    if not stream:
+        told = eviction(reply.json())
+        assert told["policy"] == "streaming-llm"
+        assert told["evicted_blocks"] > 5
+    deadline = time.monotonic() + 30
+    while server.metric("nexus:evicted_blocks_total") == before:
+        assert time.monotonic() < deadline, "no eviction was counted"
+        time.sleep(0.1)
+
+
+def test_the_openai_sdk_sets_a_budget_through_extra_body(server: Server, book: list[int]) -> None:
+    client = OpenAI(base_url=server.url + "/v1", api_key="none")
+    reply = client.completions.create(
+        model=MODEL,
+        prompt=book[100:1100],
+        max_tokens=8,
+        extra_body={"vllm_xargs": {"kv_budget": "256", "kv_policy": "random", "kv_seed": "3"}},
+    )
+    told = reply.model_dump()["kv_transfer_params"]["kv_eviction"]
+    assert told["policy"] == "random"
+    assert told["evicted_blocks"] == 1000 // BLOCK - 256 // BLOCK
+
+
+def test_aborted_requests_give_their_pages_back(server: Server, book: list[int]) -> None:
+    """I4 seen from outside: vLLM's gauge returns to zero."""
+    with OpenAI(base_url=server.url + "/v1", api_key="none").completions.create(
+        model=MODEL,
+        prompt=book[2000:3500],
+        max_tokens=2000,
+        stream=True,
+        extra_headers={"X-KV-Budget": "256"},
+    ) as stream:
+        for count, _ in enumerate(stream):
+            if count == 5:
+                break
+    deadline = time.monotonic() + 60
+    while True:
+        server.complete("Hello", 2, {})
+        if server.metric("vllm:kv_cache_usage_perc") == 0 == server.metric("nexus:live_blocks"):
+            return
+        assert time.monotonic() < deadline, "an aborted request still holds pages"
