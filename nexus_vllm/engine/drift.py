@@ -38,7 +38,7 @@ def drift(
             name, _, parameters = call.rstrip(")").partition("(")
             needed = ["self", *parameters.split(", "), ...] if parameters else [...]
             found += _compared(theirs, name, needed)
-    return sorted(set(found))
+    return list(dict.fromkeys(found))
 
 
 def _overriding(ours: type, theirs: type) -> Iterator[str]:

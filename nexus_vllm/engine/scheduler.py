@@ -73,10 +73,10 @@ class EvictionSchedulerMixin(Scheduler):
         """Proof that our manager holds this model's pages; vLLM would serve unevicted without."""
         managers = self.kv_cache_manager.coordinator.single_type_managers
         if len(managers) != 1 or not isinstance(managers[0], EvictionManager):
-            kinds = ", ".join(type(m.kv_cache_spec).__name__ for m in managers)
+            kinds = (f"{type(m.kv_cache_spec).__name__} in {type(m).__name__}" for m in managers)
             raise compat.UnsupportedError(
-                f"the model's KV cache has the groups [{kinds}]",
-                "KV eviction needs exactly one group of plain full attention",
+                f"the model's KV cache has the groups [{', '.join(kinds)}]",
+                f"KV eviction needs exactly one, in {EvictionManager.__name__}",
                 "serve this model without --kv-eviction",
             )
         if managers[0].block_size != self.eviction.block_size:

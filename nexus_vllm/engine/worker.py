@@ -99,7 +99,7 @@ class EvictionWorker(PlatformWorker):
             if not isinstance(spec, EvictionSpec):
                 raise compat.UnsupportedError(
                     f"layer {name} has the cache {type(spec).__name__}",
-                    "every layer must be plain full attention",
+                    "every layer must be plain full attention and evictable (EvictionSpec)",
                     "serve this model without --kv-eviction",
                 )
         return specs

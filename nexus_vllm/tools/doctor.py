@@ -12,11 +12,13 @@ import inspect
 import io
 import json
 import os
+import pkgutil
 import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -158,20 +160,25 @@ def hooks() -> Iterator[Finding]:
     """Every place where vLLM must meet this plugin, after loading plugins as vLLM does."""
     section = "hooks"
     reinstall = "reinstall nexus-vllm into the environment of vLLM"
+    flag, settings = "the flag --kv-eviction", "settings must reach engines"
+    logger = "vllm.v1.metrics.loggers.StatLoggerManager"
+    processor = "vllm.v1.engine.input_processor.InputProcessor"
+    validated = partial(_wrapped_by, "nexus_vllm.engine.requests", processor, "process_inputs")
+    counted = partial(_wrapped_by, "nexus_vllm.engine.stats", logger, "__init__")
     for name, check, needed, remedy in (
         ("entry point", _entry_point, f"nexus_vllm in the group {GROUP}", reinstall),
-        (
-            "VLLM_PLUGINS",
-            _not_excluded,
-            "vLLM must load the plugin",
-            "add nexus_vllm to VLLM_PLUGINS, or unset it",
-        ),
+        ("VLLM_PLUGINS", _not_excluded, "nexus_vllm in it", "add nexus_vllm to it, or unset it"),
         ("plugin loading", _loaded, "vLLM must load the plugin", reinstall),
-        ("EngineArgs.add_cli_args", _flags, "the flag --kv-eviction", reinstall),
-        ("vllm serve", _parser, "the flag --kv-eviction", reinstall),
-        ("EngineArgs.create_engine_config", _settings, "settings must reach engines", reinstall),
-        ("InputProcessor.process_inputs", _validation, "requests must be validated", reinstall),
-        ("StatLoggerManager.__init__", _stats, "metrics must be collected", reinstall),
+        ("EngineArgs.add_cli_args", partial(_wrapped_by_plugin, "add_cli_args"), flag, reinstall),
+        ("vllm serve", _parser, flag, reinstall),
+        (
+            "EngineArgs.create_engine_config",
+            partial(_wrapped_by_plugin, "create_engine_config"),
+            settings,
+            reinstall,
+        ),
+        ("InputProcessor.process_inputs", validated, "requests must be validated", reinstall),
+        ("StatLoggerManager.__init__", counted, "metrics must be collected", reinstall),
         ("middleware", _middleware, "headers must be read", reinstall),
         ("scheduler", _schedulers, "a subclass of vLLM's own", reinstall),
         ("worker", _worker, "a subclass of the platform's own", reinstall),
@@ -213,15 +220,7 @@ def _loaded() -> str:
     return "done"
 
 
-def _flags() -> str:
-    return _wrapped("add_cli_args")
-
-
-def _settings() -> str:
-    return _wrapped("create_engine_config")
-
-
-def _wrapped(name: str) -> str:
+def _wrapped_by_plugin(name: str) -> str:
     from vllm.engine.arg_utils import EngineArgs
 
     from nexus_vllm import plugin
@@ -237,44 +236,29 @@ def _parser() -> str:
     return "knows --kv-eviction"
 
 
-def _validation() -> str:
-    from vllm.v1.engine.input_processor import InputProcessor
+def _wrapped_by(module: str, owner: str, name: str) -> str:
+    """Hooks that are set when an engine with eviction is configured."""
+    from nexus_vllm.engine.hooks import is_wrapped
 
-    from nexus_vllm.engine import hooks, requests
-
-    requests.install()
-    if not hooks.is_wrapped(InputProcessor, "process_inputs"):
-        raise LookupError("not wrapped")
-    return "wrapped"
-
-
-def _stats() -> str:
-    from vllm.v1.metrics.loggers import StatLoggerManager
-
-    from nexus_vllm.engine import hooks, stats
-
-    stats.install()
-    if not hooks.is_wrapped(StatLoggerManager, "__init__"):
+    pkgutil.resolve_name(module).install()
+    if not is_wrapped(pkgutil.resolve_name(owner), name):
         raise LookupError("not wrapped")
     return "wrapped"
 
 
 def _middleware() -> str:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
     from nexus_vllm.engine.cli import MIDDLEWARE
 
-    return _name(resolve_obj_by_qualname(MIDDLEWARE))
+    return _name(pkgutil.resolve_name(MIDDLEWARE))
 
 
 def _schedulers() -> str:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from nexus_vllm.engine import compat
 
-    ours = [resolve_obj_by_qualname(path) for path in (compat.SCHEDULER, compat.ASYNC_SCHEDULER)]
+    ours = [pkgutil.resolve_name(path) for path in (compat.SCHEDULER, compat.ASYNC_SCHEDULER)]
     for scheduler, base in zip(ours, (Scheduler, AsyncScheduler), strict=True):
         if not issubclass(scheduler, base):
             raise TypeError(f"{_name(scheduler)} is no {_name(base)}")
@@ -282,11 +266,9 @@ def _schedulers() -> str:
 
 
 def _worker() -> str:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
     from nexus_vllm.engine import compat
 
-    worker = resolve_obj_by_qualname(compat.WORKER)
+    worker = pkgutil.resolve_name(compat.WORKER)
     return f"{worker.__name__} over {_name(worker.__base__)}"
 
 

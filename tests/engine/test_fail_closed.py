@@ -1,0 +1,685 @@
+"""An engine that cannot evict as promised does not start, and names found, needed and remedy.
+
+Every scenario below breaks one thing. All but one run in a single child process that imports vLLM
+once and forks per scenario; the models are two random layers, so an engine takes seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import harness
+from .harness import Mode
+
+pytestmark = pytest.mark.engine
+MODE = Mode("v1", "sync")
+WITHOUT = "Remedy: serve this model without --kv-eviction."
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "mistral": {
+        **LLAMA,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 64,
+    },
+    "interleaved": {
+        **LLAMA,
+        "sliding_window": 96,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "deepseek": {
+        **LLAMA,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 2,
+        "num_key_value_heads": 2,
+    },
+    "bloom": {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "hidden_size": 128,
+        "n_layer": 2,
+        "n_head": 2,
+        "vocab_size": 128,
+        "seq_length": 512,
+        "torch_dtype": "float32",
+    },
+}
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a scenario ended: the exception's type or "", what it said or returned, and its log."""
+
+    error: str
+    told: str
+    log: str
+
+
+# Scenarios: run in the child, one fork each ----------------------------------------------------
+
+SCENARIOS: dict[str, Callable[[], Any]] = {}
+
+
+def scenario(function: Callable[[], Any]) -> Callable[[], Any]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def options(model: str = "llama", **extra: Any) -> dict[str, Any]:
+    import nexus_vllm
+
+    path = Path.cwd() / model
+    given = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 256,
+        "num_gpu_blocks_override": 32,
+        **nexus_vllm.engine_args(budget=128),
+        **extra,
+    }
+    return harness.engine_options(path, given)
+
+
+def start(model: str = "llama", **extra: Any) -> Any:
+    from vllm import LLM
+
+    return LLM(**options(model, **extra))
+
+
+def configure(model: str = "llama", **extra: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(**options(model, **extra)).create_engine_config()
+
+
+def generate(llm: Any) -> Any:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+    prompt: Any = {"prompt_token_ids": [i % 100 for i in range(200)]}
+    return llm.generate([prompt], params, use_tqdm=False)[0]
+
+
+@scenario
+def healthy() -> Any:
+    return generate(start()).kv_transfer_params["kv_eviction"]
+
+
+@scenario
+def backend_not_overridden() -> None:
+    from nexus_vllm.engine import attention
+
+    attention.install = lambda: None
+    start()
+
+
+@scenario
+def stock_scheduler_in_the_config() -> None:
+    from nexus_vllm.engine import compat
+
+    check = compat.check_config
+
+    def check_then_swap(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.scheduler_cls = "vllm.v1.core.sched.scheduler.Scheduler"
+
+    compat.check_config = check_then_swap
+    start()
+
+
+@scenario
+def stock_scheduler_behind_the_config() -> None:
+    from vllm.config import SchedulerConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    SchedulerConfig.get_scheduler_cls = lambda self: Scheduler
+    generate(start())
+
+
+@scenario
+def stock_manager() -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    KVCacheSpecRegistry.get_manager_class = lambda *args, **kwargs: FullAttentionManager
+    start()
+
+
+@scenario
+def stock_spec() -> None:
+    stock = our_backend().__base__
+    our_backend().customize_spec = stock.customize_spec
+    start()
+
+
+@scenario
+def stock_builder() -> None:
+    stock = our_backend().__base__
+    our_backend().get_builder_cls = stock.get_builder_cls
+    start()
+
+
+def our_backend() -> Any:
+    from nexus_vllm.engine import attention
+
+    return attention.CPU_ATTN
+
+
+@scenario
+def alibi() -> None:
+    start("bloom")
+
+
+@scenario
+def sliding_window() -> None:
+    configure("mistral")
+
+
+@scenario
+def interleaved_sliding_window() -> None:
+    configure("interleaved")
+
+
+@scenario
+def sliding_window_switched_off() -> Any:
+    config = configure("interleaved", disable_sliding_window=True, max_model_len=96)
+    return config.scheduler_config.scheduler_cls
+
+
+@scenario
+def sliding_window_unpredicted() -> None:
+    """The worker's own check, should a model hide its sliding window from the config check."""
+    from nexus_vllm.engine import compat
+
+    compat.refusals = lambda config: []
+    start("interleaved")
+
+
+@scenario
+def mla() -> None:
+    configure("deepseek")
+
+
+@scenario
+def fp8_cache() -> None:
+    configure(kv_cache_dtype="fp8")
+
+
+@scenario
+def speculation() -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    configure(speculative_config=drafts)
+
+
+@scenario
+def block_size() -> None:
+    configure(block_size=16)
+
+
+@scenario
+def other_scheduler() -> None:
+    configure(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+
+
+@scenario
+def other_worker() -> None:
+    configure(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker")
+
+
+@scenario
+def other_version() -> None:
+    from importlib import metadata
+
+    metadata.version = lambda name: "0.33.1" if name.startswith("vllm") else "1"
+    configure()
+
+
+@scenario
+def method_renamed() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    Scheduler.__reserve_prefill_lookahead = Scheduler._reserve_prefill_lookahead
+    del Scheduler._reserve_prefill_lookahead
+    configure()
+
+
+@scenario
+def parameter_added() -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    original = FullAttentionManager.get_num_blocks_to_allocate
+
+    def get_num_blocks_to_allocate(
+        self: Any, request_id: str, num_tokens: int, new_computed_blocks: Any, group: int
+    ) -> Any:
+        return original(self, request_id, num_tokens, new_computed_blocks, group)
+
+    FullAttentionManager.get_num_blocks_to_allocate = get_num_blocks_to_allocate
+    configure()
+
+
+@scenario
+def hook_gone_offline() -> None:
+    change_create_engine_config()
+    configure()
+
+
+def change_create_engine_config() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs.create_engine_config = lambda self, usage, headless=False: None
+
+
+def vllm_command(*argv: str) -> None:
+    """The `vllm` console script, in this process."""
+    from vllm.entrypoints.cli.main import main
+
+    sys.argv = ["vllm", *argv]
+    main()
+
+
+@scenario
+def hook_gone_serve() -> None:
+    change_create_engine_config()
+    vllm_command("serve", "model", "--kv-eviction", "nexus")
+
+
+@scenario
+def hook_gone_help() -> None:
+    change_create_engine_config()
+    vllm_command("serve", "--help=all")
+
+
+@scenario
+def stock_help() -> None:
+    os.environ["VLLM_PLUGINS"] = ""
+    vllm_command("serve", "--help=all")
+
+
+@scenario
+def our_help() -> None:
+    vllm_command("serve", "--help=all")
+
+
+@scenario
+def stock_config() -> Any:
+    os.environ["VLLM_PLUGINS"] = ""
+    return plain_config()
+
+
+@scenario
+def our_config() -> Any:
+    return plain_config()
+
+
+def plain_config() -> Any:
+    """Arguments and configuration of an engine without eviction, plugins loaded as vLLM does."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {"skip_tokenizer_init": True, "max_model_len": 256}
+    args = EngineArgs(**harness.engine_options(Path.cwd() / "llama", given))
+    config = args.create_engine_config()
+    config.instance_id = ""
+    told = [repr(args), repr(config), config.compute_hash(), config.parallel_config.worker_cls]
+    fields = [field.name for field in dataclasses.fields(EngineArgs)]
+    mine = sorted(name for name in sys.modules if name.startswith("nexus_vllm."))
+    return {"told": told, "fields": fields, "modules": mine}
+
+
+def main() -> None:
+    """The child: one fork per scenario, one JSON file each, in the folder it runs in."""
+    # Everything vLLM needs, imported once; plugins are loaded by the scenarios.
+    import vllm.entrypoints.cli.main
+    import vllm.entrypoints.cli.serve
+    import vllm.entrypoints.llm
+    import vllm.v1.core.sched.async_scheduler
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    for name, function in SCENARIOS.items():
+        child = os.fork()
+        if child == 0:
+            try:
+                run(name, function)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+
+
+def run(name: str, function: Callable[[], Any]) -> None:
+    log = os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    signal.alarm(120)  # ends a scenario that hangs
+    try:
+        error, told = "", json.dumps(function())
+    except BaseException as raised:
+        if not isinstance(raised, SystemExit):
+            traceback.print_exc()
+        error, told = type(raised).__name__, str(raised)
+    sys.stdout.flush()
+    Path(f"{name}.json").write_text(json.dumps([error, told]))
+
+
+# Tests -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every model of MODELS: a config.json and no weights."""
+    folder = tmp_path_factory.mktemp("fail-closed")
+    for name, config in MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    inherited = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
+    shims = harness.shim_environment(MODE)
+    root = harness.HERE.parents[(__package__ or "engine").count(".")]
+    shims["PYTHONPATH"] += f"{os.pathsep}{root}"
+    return {**inherited, **shims, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path, environment: dict[str, str]) -> Callable[[str], Outcome]:
+    command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=900)
+
+    def outcome(name: str) -> Outcome:
+        log = (folder / f"{name}.log").read_text(errors="replace")
+        path = folder / f"{name}.json"
+        assert path.exists(), f"{name} died:\n{log[-3000:]}"
+        return Outcome(*json.loads(path.read_text()), log)
+
+    return functools.cache(outcome)
+
+
+Outcomes = Callable[[str], Outcome]
+
+
+def test_unbroken_the_same_engine_starts_and_evicts(outcomes: Outcomes) -> None:
+    healthy = outcomes("healthy")
+    assert healthy.error == "", healthy.log[-3000:]
+    assert json.loads(healthy.told)["evicted_blocks"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "needed", "remedy"),
+    [
+        (
+            "backend_not_overridden",
+            "layer model.layers.0.self_attn.attn uses CPUAttentionBackendImpl",
+            "eviction has been tested with the attention backends CPU_ATTN",
+            "Remedy: choose one with --attention-backend, or serve without --kv-eviction.",
+        ),
+        (
+            "stock_scheduler_in_the_config",
+            "this engine's scheduler does not evict",
+            "worker and scheduler work together",
+            "Remedy: start with --kv-eviction, or nexus_vllm.engine_args() offline.",
+        ),
+        (
+            "stock_manager",
+            "the model's KV cache has the groups [EvictionSpec in FullAttentionManager]",
+            "KV eviction needs exactly one, in EvictionManager",
+            WITHOUT,
+        ),
+        (
+            "stock_spec",
+            "layer model.layers.0.self_attn.attn has the cache FullAttentionSpec",
+            "every layer must be plain full attention and evictable (EvictionSpec)",
+            WITHOUT,
+        ),
+        (
+            "stock_builder",
+            "attention metadata is built by CPUAttentionMetadataBuilder",
+            "only a builder of nexus-vllm hides evicted blocks from attention",
+            "Remedy: remove whatever replaces the attention backend",
+        ),
+        (
+            "stock_scheduler_behind_the_config",
+            "a step arrived without an eviction plan",
+            "another scheduler class is at work",
+            "Remedy: start with --kv-eviction",
+        ),
+        ("alibi", "uses ALiBi", "its bias depends on how many blocks lie between", WITHOUT),
+        (
+            "sliding_window",
+            "the model has layers with a sliding window of 64 tokens",
+            "every layer must be plain full attention",
+            WITHOUT,
+        ),
+        (
+            "interleaved_sliding_window",
+            "the model has layers with a sliding window of 96 tokens",
+            "every layer must be plain full attention",
+            WITHOUT,
+        ),
+        (
+            "sliding_window_unpredicted",
+            "layer model.layers.0.self_attn.attn has the cache SlidingWindowSpec",
+            "every layer must be plain full attention",
+            WITHOUT,
+        ),
+        ("mla", "the model uses MLA", "its latent cache has no keys per head", WITHOUT),
+        (
+            "fp8_cache",
+            "--kv-cache-dtype fp8",
+            "scoring reads keys in the model's own dtype",
+            "Remedy: drop --kv-cache-dtype.",
+        ),
+        (
+            "speculation",
+            "speculative decoding",
+            "drafts are not supported by this release",
+            "Remedy: drop --speculative-config.",
+        ),
+        (
+            "other_scheduler",
+            "--scheduler-cls vllm.v1.core.sched.scheduler.Scheduler",
+            "eviction needs its own scheduler class",
+            "Remedy: drop --scheduler-cls.",
+        ),
+        (
+            "other_worker",
+            "--worker-cls vllm.v1.worker.cpu_worker.CPUWorker",
+            "eviction needs its own worker class",
+            "Remedy: drop --worker-cls.",
+        ),
+        (
+            "other_version",
+            "vLLM 0.33.1 is installed",
+            "this release is made for vLLM 0.32.x",
+            "Remedy: install vLLM 0.32.x or another nexus-vllm.",
+        ),
+        (
+            "method_renamed",
+            "has changed vllm.v1.core.sched.scheduler.Scheduler._reserve_prefill_lookahead: "
+            "it is gone",
+            "this release overrides or calls it as it is in vLLM 0.32",
+            "Remedy: install vLLM 0.32.x",
+        ),
+        (
+            "parameter_added",
+            "FullAttentionManager.get_num_blocks_to_allocate: it takes (self, request_id, "
+            "num_tokens, new_computed_blocks, group), not (self, request_id, num_tokens, ",
+            "this release overrides or calls it as it is in vLLM 0.32",
+            "Remedy: install vLLM 0.32.x",
+        ),
+    ],
+)
+def test_refuses_to_start(
+    outcomes: Outcomes, name: str, found: str, needed: str, remedy: str
+) -> None:
+    outcome = outcomes(name)
+    assert outcome.error == "UnsupportedError", outcome.log[-3000:]
+    for part in ("KV eviction refuses to start: ", found, needed, remedy):
+        assert part in outcome.told
+
+
+def test_refuses_another_block_size(outcomes: Outcomes) -> None:
+    outcome = outcomes("block_size")
+    assert outcome.error == "ValueError"
+    assert "--block-size 16 does not go with KV eviction: blocks are 32 tokens" in outcome.told
+    assert "Drop --block-size, or set force_block_size: true" in outcome.told
+
+
+def test_a_sliding_window_that_is_switched_off_is_no_reason(outcomes: Outcomes) -> None:
+    outcome = outcomes("sliding_window_switched_off")
+    assert (outcome.error, json.loads(outcome.told)) == (
+        "",
+        "nexus_vllm.engine.scheduler.EvictionScheduler",
+    )
+
+
+def test_where_vllm_has_changed_the_flag_is_unknown_and_stock_serving_goes_on(
+    outcomes: Outcomes,
+) -> None:
+    changed = "EngineArgs.create_engine_config has changed, it takes (self, usage, headless)"
+    offline = outcomes("hook_gone_offline")
+    assert offline.error == "HookError"
+    assert changed in offline.told
+    assert "Install vLLM 0.32.x" in offline.told
+    served = outcomes("hook_gone_serve")
+    assert (served.error, served.told) == ("SystemExit", "2")
+    assert "unrecognized arguments: --kv-eviction nexus" in served.log
+    assert served.log.count("nexus-vllm is disabled: KV eviction cannot hook into vLLM 0.32") == 1
+    assert changed in served.log
+    assert outcomes("hook_gone_help").told == "0"
+    assert "--kv-eviction" not in outcomes("hook_gone_help").log.split("usage:", 1)[1]
+
+
+def test_without_the_flag_vllm_is_stock(outcomes: Outcomes) -> None:
+    ours, stock = (help_text(outcomes(name)) for name in ("our_help", "stock_help"))
+    group = ours[ours.index("KVEviction:") :]
+    group = group[: 1 + next(i for i, line in enumerate(group[1:]) if line and line[0] != " ")]
+    flags = ["--kv-budget", "--kv-budget-floor", "--kv-eviction", "--kv-eviction-config"]
+    assert [line.split()[0] for line in group if line.startswith("  --")] == flags
+    start = ours.index("KVEviction:")
+    assert ours[:start] + ours[start + len(group) :] == stock
+
+    ours, stock = (json.loads(outcomes(name).told) for name in ("our_config", "stock_config"))
+    assert ours["told"] == stock["told"]
+    assert ours["fields"] == stock["fields"]
+    assert stock["modules"] == []
+    assert not [name for name in ours["modules"] if name.endswith((".compat", ".worker"))]
+
+
+def help_text(outcome: Outcome) -> list[str]:
+    """Option lines of a help, from its first group on: the usage line is wrapped anew."""
+    assert (outcome.error, outcome.told) == ("SystemExit", "0"), outcome.log[-3000:]
+    lines = [line.rstrip() for line in outcome.log.splitlines()]
+    return lines[lines.index("positional arguments:") :]
+
+
+BREAK_A_HOOK = '''
+"""Attention backends are never overridden, in this process and all it spawns."""
+import importlib.abc, importlib.util, sys
+
+class Breaker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "nexus_vllm.engine.attention":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            module.install = lambda: None
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Breaker())
+'''
+
+
+@pytest.fixture
+def broken_server(
+    model_path: Path, tmp_path: Path, environment: dict[str, str]
+) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
+    """`vllm serve MODEL --kv-eviction nexus` whose engine process misses one hook."""
+    (tmp_path / "sitecustomize.py").write_text(BREAK_A_HOOK)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--kv-eviction", "nexus", "--port", str(port), "--host", "127.0.0.1"]
+    flags += ["--enforce-eager", "--dtype", "float32", "--load-format", "dummy"]
+    flags += ["--max-model-len", "1024"]
+    log = tmp_path / "log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [str(Path(sys.executable).with_name("vllm")), "serve", str(model_path), *flags],
+            cwd=tmp_path,
+            env={
+                **environment,
+                "PYTHONPATH": str(tmp_path),
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    yield process, port, log
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_server_with_a_broken_hook_never_answers(
+    broken_server: tuple[subprocess.Popen[bytes], int, Path],
+) -> None:
+    process, port, log = broken_server
+    end = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < end:
+        with pytest.raises((urllib.error.URLError, ConnectionError, TimeoutError)):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
+        time.sleep(0.5)
+    text = log.read_text(errors="replace")
+    assert process.poll() not in (None, 0), text[-3000:]
+    assert "KV eviction refuses to start: layer model.layers.0.self_attn.attn uses CPU" in text
+    assert "eviction has been tested with the attention backends CPU_ATTN" in text
+    assert "Remedy: choose one with --attention-backend" in text
