@@ -8,10 +8,11 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from nexus_vllm.config import Directive
+from nexus_vllm.config import Directive, DirectiveError
 from nexus_vllm.engine import compat
 from nexus_vllm.engine.manager import EvictionManager, Hold
 from nexus_vllm.engine.stats import STATS_KEY
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
+
+logger = init_logger(__name__)
 
 
 @dataclass
@@ -93,7 +96,13 @@ class EvictionSchedulerMixin(Scheduler):
         """Read the request's directive. The front end has already refused malformed ones."""
         if request.request_id not in self.ledgers:
             params = request.sampling_params
-            self._open(request, self.eviction.directive(params.extra_args if params else None))
+            try:
+                directive = self.eviction.directive(params.extra_args if params else None)
+            except DirectiveError as error:
+                # Only a request made by hand gets here; an exception would end the engine.
+                logger.error("%s: %s The server's default applies.", request.request_id, error)
+                directive = self.eviction.directive(None)
+            self._open(request, directive)
         super().add_request(request)
 
     def _open(self, request: "Request", directive: Directive) -> None:

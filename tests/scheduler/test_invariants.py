@@ -97,6 +97,15 @@ def test_i8_kept_sets_depend_on_the_request_alone(model_path: Path) -> None:
     assert kept(sim, request_id) == expected, "the same evictions again after a preemption"
 
 
+def test_a_malformed_directive_that_slipped_past_the_front_end_gets_the_default(
+    model_path: Path,
+) -> None:
+    sim = Simulation(model_path)
+    request_id = sim.add(prompt(500), kv_budget="banana")
+    sim.run()
+    assert sim.finished[request_id]["budget_tokens"] == 256
+
+
 def test_streaming_prefill_never_holds_more_than_budget_and_chunk(model_path: Path) -> None:
     sim = Simulation(model_path, pages=16, max_tokens=40, knobs={"chunk": 128})
     request_id = sim.add(prompt(1500), kv_prefill="auto", kv_budget="128")
