@@ -33,3 +33,12 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 def stock(mode: Mode, engines: Engines) -> Engine:
     """vLLM without any plugin, in every mode."""
     return engines(mode)
+
+
+NEXUS = {"budget": "full", "chunk": 64, "trace": True, "check_integrity": True}
+
+
+@pytest.fixture
+def nexus(mode: Mode, engines: Engines) -> Engine:
+    """vLLM with eviction, in every mode; full budgets unless a request asks for less."""
+    return engines(mode, nexus=NEXUS)
