@@ -152,10 +152,13 @@ class EvictionWorker(PlatformWorker):
         return self._told(super().sample_tokens(grammar_output))
 
     def _carry_out(self, plan: StepPlan) -> None:
+        report = StepReport()
         for request_id in plan.stopped:
             self.sequences.stop(request_id)
         for eviction in plan.evictions:
-            self._evict(eviction)
+            self._evict(eviction, report)
+        # Replaced, not extended: ranks whose outputs nobody collects never send theirs.
+        self._report = report if plan.evictions else None
         if plan.evictions:
             self.runner.commit_rows()
         for request_id in plan.started:
@@ -167,15 +170,13 @@ class EvictionWorker(PlatformWorker):
                 if self.runner.row(eviction.request_id) != eviction.row:
                     raise RuntimeError(f"{eviction.request_id}: the worker's page row is stale")
 
-    def _evict(self, eviction: Eviction) -> None:
+    def _evict(self, eviction: Eviction, report: StepReport) -> None:
         begin = time.perf_counter()
         sequence = self.sequences.by_id[eviction.request_id]
         moved, kept = self.evictor.evict(sequence, eviction)
         self.runner.overwrite_row(eviction.request_id, eviction.row)
-        if self._report is None:
-            self._report = StepReport()
-        self._report.moved[eviction.request_id] = moved
-        self._report.seconds.append(time.perf_counter() - begin)
+        report.moved[eviction.request_id] = moved
+        report.seconds.append(time.perf_counter() - begin)
         if self.eviction.trace:
             self._trace.setdefault(eviction.request_id, []).append(
                 {
