@@ -17,7 +17,7 @@ from .texts import prose
 
 PROMPT = 295
 DECODED = 72  # with 2 or 3 evictions after the prompt's, at an interval of 32 tokens
-TOLERANCE = 2e-3
+TOLERANCE = 5e-4  # measured with V2 and async scheduling: 1e-4 at most
 BLOCK = 32
 
 
@@ -73,4 +73,4 @@ def test_logits_equal_masked_attention_after_a_streamed_prompt(nexus: Engine, ll
     ids = [*request.prompt, *result.tokens]
     full = llama.logits(ids, rows=slice(len(request.prompt) - 1, len(ids) - 1))
     assert result.logits is not None
-    assert (full - result.logits).abs().amax(-1).median() > 100 * TOLERANCE
+    assert (full - result.logits).abs().amax(-1).median() > 400 * TOLERANCE
