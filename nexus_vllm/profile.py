@@ -154,8 +154,9 @@ def _compact(value: object) -> str:
 def _to_steps(profile: Profile) -> Tensor:
     """Shares in whole 1/_STEPS, [K, L, H] int64: largest remainder within each density."""
     wanted = profile.shares.flatten(1) * _STEPS
-    steps = (wanted + _TOLERANCE).floor()
-    missing = wanted.sum(1).round() - steps.sum(1)
+    steps = wanted.floor()
+    # Halves go up, float noise or not, or the file of a loaded profile could be another one.
+    missing = (wanted.sum(1) + 0.501).floor() - steps.sum(1)
     order = (wanted - steps).argsort(dim=1, descending=True, stable=True)
     extra = torch.arange(steps.shape[1]).expand_as(order) < missing[:, None]
     steps += torch.zeros_like(steps).scatter(1, order, extra.to(steps.dtype))

@@ -47,7 +47,7 @@ class Ada(Allocator):
         )
 
         head = heads_best_first(situation)
-        safe = (self.alpha * totals.to(torch.float64) / heads + 1e-9).floor()
+        safe = (self.alpha * totals.to(torch.float64) / heads).floor()
         protected = safe.repeat_interleave(heads) - floor.flatten()
         unprotected = place_in_group(head) >= protected[head]
         head = head[unprotected.to(torch.int8).argsort(stable=True)]

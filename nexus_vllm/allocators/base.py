@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 _HALVINGS = 64
-_SNAP = 1e-9
-"""Blocks. A wanted number this close below an integer is that integer."""
 _TIE = 2.0**-20
 """Blocks. Remainders closer than this are equal, so that float noise decides nothing."""
 
@@ -158,7 +156,7 @@ def apportion(
         else:
             high = level
     wanted = path(low).clamp(lowest, highest)
-    counts = (wanted + _SNAP).floor().to(torch.int64)
+    counts = wanted.floor().to(torch.int64)
     # Once round, unless the path is so steep that 64 halvings leave whole blocks over.
     while missing := total - int(counts.sum()):
         room = counts < capacity
@@ -176,8 +174,7 @@ def proportional(share: Tensor, situation: Situation) -> Tensor:
     everywhere are equal shares.
     """
     share = share.to(torch.float64)
-    share = share / share.mean() if float(share.sum()) > 0 else torch.ones_like(share)
-    share = share.clamp(min=1e-6)
+    share = (share / share.mean().clamp(min=torch.finfo(share.dtype).tiny)).clamp(min=1e-6)
     floor, capacity = situation.floor, situation.capacity
     high = float(((capacity - floor) / share).max())
     return apportion(lambda level: floor + level * share, high, situation.total, floor, capacity)

@@ -34,7 +34,6 @@ class Pyramid(Allocator):
     def counts(self, situation: Situation) -> Tensor:
         layers = len(situation.floor)
         low = 1 / self.beta
-        high = 2 - low if layers > 1 else 1.0
-        line = torch.linspace(high, low, layers, dtype=torch.float64)
+        line = torch.linspace(2 - low, low, layers, dtype=torch.float64)
         line = line.to(situation.floor.device)
         return proportional(line[:, None].expand(situation.floor.shape), situation)

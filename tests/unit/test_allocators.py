@@ -307,7 +307,7 @@ def ada_by_hand(seen: Situation, alpha: float) -> list[list[int]]:
                 (-float(weights[layer, head, slot]), -int(ids[layer, head, slot]), head)
                 for slot in candidates[layer, head].nonzero().flatten().tolist()
             ]
-            safe = max(0, math.floor(alpha * seen.budget + 1e-9) - int(seen.floor[layer, head]))
+            safe = max(0, math.floor(alpha * seen.budget) - int(seen.floor[layer, head]))
             kept += [(rank >= safe, *block) for rank, block in enumerate(sorted(blocks))]
         kept = sorted(kept)[: seen.budget * heads - int(seen.floor[layer].sum())]
         counts.append(
@@ -358,6 +358,10 @@ def test_cake_deals_by_the_layers_preference() -> None:
         preference=torch.tensor([0.1, 0.3, 0.2]),
     )
     assert make("cake", 3, 2).counts(seen).tolist() == [[7, 7], [17, 17], [12, 12]]
+    one = dataclasses.replace(seen, preference=torch.tensor([0.0, 0.4, 0.2]))
+    assert make("cake", 3, 2).counts(one).tolist() == [[2, 2], [22, 22], [12, 12]]
+    full = dataclasses.replace(one, budget=28)  # two layers hold no more: the third is served last
+    assert make("cake", 3, 2).counts(full).tolist() == [[4, 4], [40, 40], [40, 40]]
     nothing = dataclasses.replace(seen, preference=torch.zeros(3))
     assert make("cake", 3, 2).counts(nothing).tolist() == [[12, 12]] * 3
 

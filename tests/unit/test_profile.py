@@ -51,7 +51,7 @@ def profile(seed: int = 0, **changes: Any) -> Profile:
 def test_saving_is_stable_and_nearly_exact(
     tmp_path_factory: pytest.TempPathFactory, seed: int, heads: int
 ) -> None:
-    densities = (0.01, 0.035, 0.2, 0.5, 0.999, 1.0)
+    densities = (0.01, 0.12347, 1 / 3, 0.5, 0.98765, 1.0)
     made = profile(
         model=dataclasses.replace(FACTS, layers=1, kv_heads=heads),
         densities=densities,
@@ -219,9 +219,9 @@ def test_rank_correlation_is_spearman_s() -> None:
     assert rank_correlation(one, with_heads(0.4, 0.3, 0.2, 0.1), 0.25) == pytest.approx(-1)
     # Without ties 1 - 6 sum d^2 / (n (n^2 - 1)) = 1 - 6 * 2 / 60.
     assert rank_correlation(one, with_heads(0.1, 0.3, 0.2, 0.4), 0.25) == pytest.approx(0.8)
-    # Ranks 1, 2, 3, 4 against 1.5, 1.5, 3.5, 3.5: 4 / sqrt(5 * 4).
-    tied = with_heads(0.2, 0.2, 0.3, 0.3)
-    assert rank_correlation(one, tied, 0.25) == pytest.approx(4 / math.sqrt(20))
+    # Ranks 1, 2, 3, 4 against 1.5, 1.5, 3, 4: 4.5 / sqrt(5 * 4.5).
+    tied = with_heads(0.2, 0.2, 0.25, 0.35)
+    assert rank_correlation(one, tied, 0.25) == pytest.approx(math.sqrt(0.9))
     assert math.isnan(rank_correlation(one, one, 1.0))
     with pytest.raises(ValueError, match="heads"):
         rank_correlation(one, profile(), 0.25)
