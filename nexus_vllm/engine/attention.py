@@ -32,8 +32,7 @@ BACKENDS = ("CPU_ATTN",)
 
 
 class EvictionBuilderMixin:
-    """Over a backend's metadata builder. `sequences` and, where uneven budgets are possible, `space`
-    are set by the worker before the first step."""
+    """Over a backend's metadata builder. The worker sets both fields before the first step."""
 
     sequences: "Sequences | None" = None
     space: "UnitSpace | None" = None

@@ -6,6 +6,7 @@ this process.
 
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,7 +152,7 @@ class EvictionWorker(PlatformWorker):
         """Every allocator this engine can serve. Raises ValueError for a profile of another one."""
         profile = None
         if self.eviction.profile is not None:
-            profile = Profile.load(self.eviction.profile)
+            profile = Profile.load(Path(self.eviction.profile))
             heads, size = layers[0].cache.shape[1], layers[0].head_size
             facts = ModelFacts(self.model_config.model, len(layers), heads, size)
             policy = self.evictor.policies[self.eviction.policy]

@@ -1,4 +1,4 @@
-"""I7 with uneven head budgets: the same oracle, a mask per KV head, three allocators, repeated cuts.
+"""I7 with uneven head budgets: the oracle with a mask per KV head, three allocators, many cuts.
 
 The pages are those of equal budgets: only what they hold differs (`nexus_vllm.engine.units`).
 """
