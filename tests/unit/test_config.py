@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nexus_vllm import policies
+from nexus_vllm import allocators, policies
 from nexus_vllm.config import (
+    ALLOCATORS,
     MAX_BUDGET,
     MAX_SEED,
     POLICIES,
@@ -275,3 +276,7 @@ def test_a_request_may_name_its_allocator_but_lu_needs_a_profile() -> None:
     with pytest.raises(ValueError, match="--kv-profile"):
         Settings.from_source(None, allocator="lu")
     assert Settings(allocator="lu", profile="heads.json").directive({}).allocator == "lu"
+
+
+def test_the_allocators_are_those_of_the_registry() -> None:
+    assert tuple(allocators.names()) == ALLOCATORS
