@@ -28,8 +28,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 POLICIES = ("nexus", "streaming-llm", "random")
+ALLOCATORS = ("uniform", "pyramid", "ada", "cake", "lu", "global")
 PREFILL_MODES = ("auto", "oneshot", "streaming")
-DIRECTIVE_KEYS = ("kv_budget", "kv_policy", "kv_seed", "kv_prefill")
+DIRECTIVE_KEYS = ("kv_budget", "kv_policy", "kv_allocator", "kv_seed", "kv_prefill")
 # Keys that vLLM itself keeps in SamplingParams.extra_args under our prefix.
 VLLM_KEYS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 
@@ -139,6 +140,7 @@ class Directive:
     budget: Budget
     seed: int
     prefill: str
+    allocator: str = "uniform"
 
     def budget_blocks(self, prompt_tokens: int, settings: "Settings") -> int | None:
         """Full blocks the sequence may keep, or None: never evicted."""
@@ -147,7 +149,8 @@ class Directive:
 
     def header(self) -> str:
         """The value of the `X-KV-Eviction` response header."""
-        return f"policy={self.policy}; budget={self.budget}; prefill={self.prefill}"
+        told = f"policy={self.policy}; budget={self.budget}; prefill={self.prefill}"
+        return told if self.allocator == "uniform" else f"{told}; allocator={self.allocator}"
 
 
 class Settings(BaseModel):
@@ -161,6 +164,9 @@ class Settings(BaseModel):
     budget_floor: int = Field(default=1024, ge=1, le=MAX_BUDGET, strict=True)
     sink_blocks: int = Field(default=1, ge=0, le=1024, strict=True)
     recency_blocks: int = Field(default=2, ge=1, le=1024, strict=True)
+    # Where it is kept: how a sequence's budget is dealt out over layers and KV heads
+    allocator: Literal["uniform", "pyramid", "ada", "cake", "lu", "global"] = "uniform"
+    profile: str | None = None
     # Blocks
     block_size: int = Field(default=32, ge=1, le=1024, strict=True)
     force_block_size: bool = False
@@ -215,6 +221,8 @@ class Settings(BaseModel):
         for name in ("interval", "chunk"):
             if (tokens := getattr(self, name)) % self.block_size:
                 refuse(name, tokens, f"use a multiple of block_size={self.block_size}")
+        if self.allocator == "lu" and self.profile is None:
+            refuse("allocator", self.allocator, "give --kv-profile FILE, the heads' shares")
         least = self.min_budget_tokens
         why = f"at least {least} tokens (sink + recency + one block of {self.block_size})"
         if self.budget_floor < least:
@@ -267,6 +275,7 @@ class Settings(BaseModel):
             budget=Budget() if policy == "none" else budget,
             seed=self._seed(xargs),
             prefill=self._prefill(xargs),
+            allocator=self._allocator(xargs),
         )
 
     def _policy(self, xargs: Mapping[str, Any]) -> str:
@@ -316,6 +325,23 @@ class Settings(BaseModel):
                 "kv_seed", value, f"a seed is an integer in 0..{MAX_SEED}", "Use one, such as 7."
             )
         return seed
+
+    def _allocator(self, xargs: Mapping[str, Any]) -> str:
+        if "kv_allocator" not in xargs:
+            return self.allocator
+        value = xargs["kv_allocator"]
+        name = value.strip().lower() if isinstance(value, str) else None
+        known = [known for known in ALLOCATORS if known != "lu" or self.profile]
+        if name not in known:
+            raise DirectiveError(
+                "kv_allocator",
+                value,
+                "the allocators are " + ", ".join(known),
+                "Name one of them. 'lu' needs a server started with --kv-profile."
+                if name == "lu"
+                else "Name one of them, or leave it out for the server's default.",
+            )
+        return name
 
     def _prefill(self, xargs: Mapping[str, Any]) -> str:
         if "kv_prefill" not in xargs:

@@ -67,6 +67,7 @@ class Eviction:
 
     request_id: str
     policy: str
+    allocator: str
     seed: int
     event: int
     computed: int

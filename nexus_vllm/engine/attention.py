@@ -5,6 +5,7 @@ Its builder shifts block tables and lengths *before* the wrapped builder runs, s
 plans ahead is right; its implementation records the window queries and calls the wrapped one.
 """
 
+import copy
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +15,27 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from nexus_vllm.engine.manager import EvictionSpec
+from nexus_vllm.engine.uneven import UnevenBatch
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from nexus_vllm.engine.sequences import BatchView, Sequences
+    from nexus_vllm.engine.units import UnitSpace
     from nexus_vllm.engine.window import LayerWindow, Recording
 
 _RECORDING = "kv_eviction_recording"
+_UNEVEN = "kv_eviction_uneven"
 
 BACKENDS = ("CPU_ATTN",)
 """Backends (names of AttentionBackendEnum) that have been tested with eviction."""
 
 
 class EvictionBuilderMixin:
-    """Over a backend's metadata builder. `sequences` is set by the worker before the first step."""
+    """Over a backend's metadata builder. The worker sets both fields before the first step."""
 
     sequences: "Sequences | None" = None
+    space: "UnitSpace | None" = None
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -47,16 +52,59 @@ class EvictionBuilderMixin:
         view = self.sequences.view(common_attn_metadata) if self.sequences else None
         if view is None:
             return build(common_prefix_len, common_attn_metadata, fast_build)
-        metadata = build(common_prefix_len, shifted(common_attn_metadata, view), fast_build)
+        if view.uneven:
+            metadata = build(common_prefix_len, common_attn_metadata, fast_build)
+            setattr(metadata, _UNEVEN, self._per_head(common_attn_metadata, view))
+        else:
+            metadata = build(common_prefix_len, shifted(common_attn_metadata, view), fast_build)
         if view.recording is not None:
             setattr(metadata, _RECORDING, view.recording)
         return metadata
 
+    def _per_head(
+        self, batch: "CommonAttentionMetadata", view: "BatchView"
+    ) -> "tuple[UnevenBatch, list[Any]]":
+        """The batch over units, and the wrapped builder's metadata of it for every layer."""
+        assert self.space is not None, "uneven budgets are refused where there are no units"
+        uneven = UnevenBatch.of(
+            self.space,
+            view.rows,
+            batch.block_table_tensor,
+            view.lengths,
+            view.starts,
+            view.block_size,
+        )
+        one = copy.copy(self)
+        one.num_heads, one.num_kv_heads = self.num_heads // self.num_kv_heads, 1  # type: ignore[attr-defined]
+        rows = uneven.lengths.shape[1]
+        common = batch.replace(
+            query_start_loc=uneven.starts,
+            query_start_loc_cpu=uneven.starts,
+            num_reqs=rows,
+            num_actual_tokens=int(uneven.starts[-1]),
+        )
+        build = super(EvictionBuilderMixin, one).build  # type: ignore[misc]
+        layers = [
+            build(
+                0,
+                common.replace(
+                    block_table_tensor=table,
+                    seq_lens=lengths,
+                    seq_lens_cpu_upper_bound=lengths,
+                    max_seq_len=int(lengths.max()),
+                ),
+            )
+            for table, lengths in zip(uneven.tables, uneven.lengths, strict=True)
+        ]
+        return uneven, layers
+
 
 class EvictionImplMixin:
-    """Over a backend's implementation. `window` is set by the worker before the first step."""
+    """Over a backend's implementation. `window` and `row`, the layer's place among this rank's, are
+    set by the worker before the first step."""
 
     window: "LayerWindow | None" = None
+    row: int = 0
 
     def forward(
         self,
@@ -66,15 +114,25 @@ class EvictionImplMixin:
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         attn_metadata: Any,
+        output: torch.Tensor,
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
         recording: Recording | None = getattr(attn_metadata, _RECORDING, None)
         if recording is not None and self.window is not None:
             self.window.record(query, recording)
-        output: torch.Tensor = super().forward(  # type: ignore[misc]
-            layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs
-        )
+        forward = super().forward  # type: ignore[misc]
+        if (over_units := getattr(attn_metadata, _UNEVEN, None)) is None:
+            result: torch.Tensor = forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
+            return result
+        uneven, layers = over_units
+        tokens = attn_metadata.num_actual_tokens
+        per_head = uneven.queries(query, tokens)
+        result = torch.empty_like(per_head)
+        forward(layer, per_head, key, value, uneven.flat, layers[self.row], result)
+        uneven.restore(result, output, tokens)
         return output
 
 
@@ -93,7 +151,7 @@ def shifted(batch: "CommonAttentionMetadata", view: "BatchView") -> "CommonAtten
         block_table_tensor=table.gather(1, columns.clamp_(max=table.shape[1] - 1)),
         seq_lens=batch.seq_lens - tokens.to(batch.seq_lens),
         seq_lens_cpu_upper_bound=live,
-        max_seq_len=int(live[: view.num_requests].max()),
+        max_seq_len=int(live[: len(view.rows)].max()),
     )
 
 

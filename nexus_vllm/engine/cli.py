@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from nexus_vllm.config import POLICIES, Settings, presets
+from nexus_vllm.config import ALLOCATORS, POLICIES, Settings, presets
 from nexus_vllm.engine.hooks import wrap
 
 CONFIG_KEY = "kv_eviction"
 MIDDLEWARE = "nexus_vllm.server.middleware.EvictionMiddleware"
 PLUGIN_NAME = "nexus_vllm"
-_FLAGS = ("kv_budget", "kv_budget_floor", "kv_eviction_config")
+_FLAGS = ("kv_budget", "kv_budget_floor", "kv_allocator", "kv_profile", "kv_eviction_config")
 
 
 def install_flags() -> None:
@@ -94,6 +94,18 @@ def _adding_flags(original: Callable[..., Any]) -> Callable[..., Any]:
             help="Tokens below which a percentage never falls. The default is 1024.",
         )
         group.add_argument(
+            "--kv-allocator",
+            choices=ALLOCATORS,
+            default=None,
+            help="How a sequence's budget is dealt out over layers and KV heads. Default: uniform.",
+        )
+        group.add_argument(
+            "--kv-profile",
+            metavar="FILE",
+            default=None,
+            help="The heads' shares for --kv-allocator lu.",
+        )
+        group.add_argument(
             "--kv-eviction-config",
             metavar="FILE_OR_JSON",
             default=None,
@@ -136,6 +148,8 @@ def _fold(args: argparse.Namespace) -> None:
             policy=policy,
             budget=args.kv_budget,
             budget_floor=args.kv_budget_floor,
+            allocator=args.kv_allocator,
+            profile=args.kv_profile,
         )
         args.additional_config = {**additional, CONFIG_KEY: settings.to_json()}
     if active_settings(args.additional_config) is not None and hasattr(args, "middleware"):

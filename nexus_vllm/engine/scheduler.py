@@ -179,6 +179,7 @@ class EvictionSchedulerMixin(Scheduler):
                 Eviction(
                     request_id=request.request_id,
                     policy=ledger.directive.policy,
+                    allocator=ledger.directive.allocator,
                     seed=ledger.directive.seed,
                     event=ledger.event,
                     computed=computed,

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nexus_vllm.engine.units import Holding
 from nexus_vllm.engine.window import Recording, recording
 
 if TYPE_CHECKING:
@@ -21,12 +22,15 @@ class Sequence:
 
     `slot`: its rows in the query rings. `released`: leading logical blocks given up. `origin`
     [layers, live blocks]: the original block each live page held after the last eviction; blocks
-    that filled up since hold themselves.
+    that filled up since hold themselves. Under uneven budgets `holding` says instead where each
+    head's blocks are, as of the last eviction, which dealt out the pages up to block `dealt`.
     """
 
     slot: int
     released: int = 0
     origin: Tensor | None = None
+    holding: Holding | None = None
+    dealt: int = 0
 
     def live_blocks(self, layers: int, full: int) -> Tensor:
         """Original block ids [layers, full - released] of the live window, in row order."""
@@ -37,12 +41,20 @@ class Sequence:
 
 @dataclass(frozen=True)
 class BatchView:
-    """One step's batch: released blocks per row, and which queries to record."""
+    """One step's batch: its sequences (None: not evictable), their released blocks, their tokens
+    `lengths`, this step's included, first query rows `starts`, and which queries to record."""
 
-    num_requests: int
+    rows: list[Sequence | None]
     released: np.ndarray
+    lengths: np.ndarray
+    starts: np.ndarray
     block_size: int
     recording: Recording | None
+
+    @property
+    def uneven(self) -> bool:
+        """Whether any of the rows has uneven head budgets in force."""
+        return any(row is not None and row.holding is not None for row in self.rows)
 
 
 class Sequences:
@@ -86,8 +98,10 @@ class Sequences:
             raise RuntimeError("vLLM built a batch without seq_lens_cpu_upper_bound")
         starts = batch.query_start_loc_cpu.numpy()[: size + 1]
         return BatchView(
-            num_requests=len(rows),
+            rows=rows,
             released=released,
+            lengths=lengths.numpy(),
+            starts=starts,
             block_size=self.block_size,
             recording=recording(starts, lengths.numpy(), slots, self.window, self.device),
         )

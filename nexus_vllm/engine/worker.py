@@ -5,6 +5,8 @@ this process.
 """
 
 import time
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +16,17 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from nexus_vllm import allocators
+from nexus_vllm.allocators import Allocator
 from nexus_vllm.engine import attention, compat
 from nexus_vllm.engine.evictor import Evictor, Layer
 from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.runners import Runner, adapt
 from nexus_vllm.engine.sequences import Sequences
+from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction, StepPlan, StepReport
+from nexus_vllm.profile import ModelFacts, Profile
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -81,6 +87,7 @@ class EvictionWorker(PlatformWorker):
                 self.device,
             )
             self._windows[name] = layer.impl.window = window
+            layer.impl.row = len(self._windows) - 1
 
     def _attention_layers(self) -> dict[str, Any]:
         """This rank's attention layers with a KV cache of their own, in model order."""
@@ -131,13 +138,30 @@ class EvictionWorker(PlatformWorker):
                     "--kv-eviction",
                 )
             builder.sequences = self.sequences
-        self.evictor = Evictor(
-            [
-                Layer.of(extract_layer_index(name), layer, self._windows[name])
-                for name, layer in self._attention_layers().items()
-            ],
-            self.eviction,
-        )
+        layers = [
+            Layer.of(extract_layer_index(name), layer, self._windows[name])
+            for name, layer in self._attention_layers().items()
+        ]
+        self.evictor = Evictor(layers, self.eviction)
+        self.uneven = UnevenEvictor(layers, self.eviction)
+        for builder in builders:
+            builder.space = self.uneven.space
+        self.allocators = self._load_allocators(layers)
+
+    def _load_allocators(self, layers: list[Layer]) -> dict[str, Allocator]:
+        """Every allocator this engine can serve. Raises ValueError for a profile of another one."""
+        profile = None
+        if self.eviction.profile is not None:
+            profile = Profile.load(Path(self.eviction.profile))
+            heads, size = layers[0].cache.shape[1], layers[0].head_size
+            facts = ModelFacts(self.model_config.model, len(layers), heads, size)
+            policy = self.evictor.policies[self.eviction.policy]
+            profile.check(facts, policy.name, asdict(policy), self.eviction.block_size)  # type: ignore[call-overload]
+        return {
+            name: allocators.make(name, profile)
+            for name in allocators.names()
+            if profile is not None or not allocators.ALLOCATORS[name].needs_profile
+        }
 
     # One step
 
@@ -173,7 +197,15 @@ class EvictionWorker(PlatformWorker):
     def _evict(self, eviction: Eviction, report: StepReport) -> None:
         begin = time.perf_counter()
         sequence = self.sequences.by_id[eviction.request_id]
-        moved, kept = self.evictor.evict(sequence, eviction)
+        if eviction.allocator == "uniform":
+            moved, kept = self.evictor.evict(sequence, eviction)
+        else:
+            moved, kept = self.uneven.evict(
+                sequence,
+                eviction,
+                self.evictor.policies[eviction.policy],
+                self.allocators[eviction.allocator],
+            )
         self.runner.overwrite_row(eviction.request_id, eviction.row)
         report.moved[eviction.request_id] = moved
         report.seconds.append(time.perf_counter() - begin)

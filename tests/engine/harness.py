@@ -174,7 +174,8 @@ class Engine:
         # The folder that this package was imported from, so that the child finds the tests'
         # functions under the names they are pickled with.
         root = HERE.parents[(__package__ or "engine").count(".")]
-        environment["PYTHONPATH"] += f"{os.pathsep}{root}"
+        inherited = os.environ.get("PYTHONPATH", "")
+        environment["PYTHONPATH"] += f"{os.pathsep}{root}{os.pathsep}{inherited}".rstrip(os.pathsep)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", f"{__package__}.child", str(theirs.fileno())]
         with self._log.open("wb") as log:

@@ -22,6 +22,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from nexus_vllm import allocators
 from nexus_vllm.config import Settings
 from nexus_vllm.engine import compat
 from nexus_vllm.engine.cli import CONFIG_KEY
@@ -29,12 +30,15 @@ from nexus_vllm.engine.evictor import Evictor, Layer
 from nexus_vllm.engine.layout import KeyLayout
 from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
-from nexus_vllm.engine.sequences import Sequences
+from nexus_vllm.engine.sequences import Sequence, Sequences
+from nexus_vllm.engine.uneven import UnevenEvictor
+from nexus_vllm.engine.units import Holding
 from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction
 
 BLOCK = 32
 LAYERS = 2
+HEADS = 2
 CPU = torch.device("cpu")
 TOKEN, POSITION, RELEASED = 0, 1, 2
 
@@ -48,22 +52,21 @@ class Memory:
     """The stand-in for model and worker."""
 
     def __init__(self, pages: int, slots: int, settings: Settings) -> None:
-        self.cache = [torch.full((pages, 1, BLOCK, 4), -1.0) for _ in range(LAYERS)]
+        self.cache = list(torch.full((LAYERS, pages, HEADS, BLOCK, 4), -1.0))
         self.sequences = Sequences(None, slots, settings.window, BLOCK, CPU)  # type: ignore[arg-type]
-        self.evictor = Evictor(
-            [
-                Layer(
-                    index,
-                    cache,
-                    KeyLayout.of(torch.arange(BLOCK * 2).view(BLOCK, 2)),
-                    1.0,
-                    2,
-                    LayerWindow(1, 1, 1, 2, torch.float32, CPU),
-                )
-                for index, cache in enumerate(self.cache)
-            ],
-            settings,
-        )
+        layers = [
+            Layer(
+                index,
+                cache,
+                KeyLayout.of(torch.arange(BLOCK * 2).view(BLOCK, 2)),
+                1.0,
+                2,
+                LayerWindow(1, 1, 1, 2, torch.float32, CPU),
+            )
+            for index, cache in enumerate(self.cache)
+        ]
+        self.evictor = Evictor(layers, settings)
+        self.uneven = UnevenEvictor(layers, settings)
         self.rows: dict[str, list[int]] = {}
         self.history: dict[str, list[tuple[int, list[list[int]]]]] = {}
         self.first: dict[str, int] = {}
@@ -111,7 +114,13 @@ class Memory:
         kept = sorted(set(eviction.kept_pages))
         others = torch.tensor([p for p in range(len(self.cache[0])) if p not in kept])
         before = [cache[others].clone() for cache in self.cache]
-        _, origin = self.evictor.evict(sequence, eviction)
+        if eviction.allocator == "uniform":
+            _, origin = self.evictor.evict(sequence, eviction)
+        else:
+            self.seen["uneven"] += 1
+            policy = self.evictor.policies[eviction.policy]
+            allocator = allocators.make(eviction.allocator)
+            _, origin = self.uneven.evict(sequence, eviction, policy, allocator)
         for cache, was in zip(self.cache, before, strict=True):
             assert torch.equal(cache[others], was), (
                 "I3: a fill wrote outside the pages it was given"
@@ -133,7 +142,7 @@ class Memory:
             assert page != 0, "a token must not be written to the null page"
             facts = torch.tensor([self.token(request, position), position, released, 0.0])
             for cache in self.cache:
-                cache[page, 0, position % BLOCK] = facts
+                cache[page, :, position % BLOCK] = facts
 
     def check_window(self, request: Request, computed: int) -> None:
         """What attention would read before this step is what it should: every live block, once."""
@@ -141,6 +150,9 @@ class Memory:
         released, full = (sequence.released if sequence else 0), computed // BLOCK
         assert row[:released] == [0] * released
         assert 0 not in row[released:]
+        if sequence is not None and sequence.holding is not None:
+            self.check_units(request, row, sequence, sequence.holding, full)
+            return
         if sequence is None:
             blocks = torch.arange(full).expand(LAYERS, -1)
         else:
@@ -149,13 +161,30 @@ class Memory:
             ids = blocks[layer].tolist()
             assert len(set(ids)) == len(ids) == full - released, "I5: distinct live blocks"
             pages = torch.tensor(row[released:full], dtype=torch.long)
-            held = cache[pages, 0]
-            for block, facts in zip(ids, held, strict=True):
-                positions = range(block * BLOCK, (block + 1) * BLOCK)
-                assert facts[:, POSITION].tolist() == list(positions)
-                assert facts[:, TOKEN].tolist() == [self.token(request, p) for p in positions]
-                if not released:
-                    assert not facts[:, RELEASED].any(), "I6: a prefix hit on evicted KV"
+            for head in range(HEADS):
+                for block, facts in zip(ids, cache[pages, head], strict=True):
+                    self.check_block(request, block, facts)
+                    if not released:
+                        assert not facts[:, RELEASED].any(), "I6: a prefix hit on evicted KV"
+
+    def check_block(self, request: Request, block: int, facts: torch.Tensor) -> None:
+        positions = range(block * BLOCK, (block + 1) * BLOCK)
+        assert facts[:, POSITION].tolist() == list(positions)
+        assert facts[:, TOKEN].tolist() == [self.token(request, p) for p in positions]
+
+    def check_units(
+        self, request: Request, row: list[int], sequence: Sequence, holding: Holding, full: int
+    ) -> None:
+        """The same under uneven budgets: dealt units hold their blocks, tail pages their own."""
+        space = self.uneven.space
+        dealt = row[sequence.released : sequence.dealt]
+        holding.check_integrity(space.own(torch.tensor(dealt)).flatten())
+        tail = torch.tensor(row[sequence.dealt : full], dtype=torch.long)
+        now = holding.grown(space, tail, torch.arange(sequence.dealt, full))
+        for units, blocks in zip(now.units.flatten(0, 1), now.blocks.flatten(0, 1), strict=True):
+            for unit, block in zip(units.tolist(), blocks.tolist(), strict=True):
+                if unit >= 0:
+                    self.check_block(request, block, space.flat[unit, 0])
 
 
 class Simulation:
@@ -178,7 +207,7 @@ class Simulation:
             knobs, policy="random", budget=budget, budget_floor=128, check_integrity=True
         )
         self.config = _config(model, self.settings, chunk, max_seqs, asynchronous, caching)
-        spec = EvictionSpec(block_size=BLOCK, num_kv_heads=1, head_size=2, dtype=torch.float32)
+        spec = EvictionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=2, dtype=torch.float32)
         kv = KVCacheConfig(
             num_blocks=pages,
             kv_cache_tensors=[],

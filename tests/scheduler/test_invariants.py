@@ -194,6 +194,7 @@ def test_random_lives_on_a_tiny_pool(model_path: Path, asynchronous: bool, seed:
                 "kv_budget": rng.choice(["full", "128", "160", "256", "20%"]),
                 "kv_prefill": rng.choice(["auto", "oneshot", "streaming"]),
                 "kv_policy": rng.choice(["random", "streaming-llm", "none"]),
+                "kv_allocator": rng.choice(["uniform", "pyramid", "ada", "global"]),
             }
             own = prompt(length, rng.randrange(1000))[len(shared) :]
             live.add(sim.add(shared + own, max_tokens=rng.randrange(1, 90), **directive))
@@ -216,5 +217,6 @@ def test_random_lives_on_a_tiny_pool(model_path: Path, asynchronous: bool, seed:
     assert seen["copied out"] > 0, seen
     assert seen["in place"] > 0, seen
     assert seen["private pages"] > 0, seen
+    assert seen["uneven"] > 3, seen
     assert seen["prefix hit"] > 0, seen
     assert sum(request.num_preemptions for request in sim.requests.values()) > 0

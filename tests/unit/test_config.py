@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nexus_vllm import policies
+from nexus_vllm import allocators, policies
 from nexus_vllm.config import (
+    ALLOCATORS,
     MAX_BUDGET,
     MAX_SEED,
     POLICIES,
@@ -260,3 +261,22 @@ def test_any_directive_is_read_or_refused(xargs: dict[str, Any]) -> None:
         return
     blocks = directive.budget_blocks(5000, settings)
     assert blocks is None or blocks >= 4
+
+
+def test_a_request_may_name_its_allocator_but_lu_needs_a_profile() -> None:
+    settings = Settings()
+    assert settings.directive({"kv_allocator": "Global"}).allocator == "global"
+    assert settings.directive({}).header().endswith("prefill=auto")
+    assert settings.directive({"kv_allocator": "ada"}).header().endswith("allocator=ada")
+    for value in ("lu", "best", 3):
+        with pytest.raises(DirectiveError, match="kv_allocator"):
+            settings.directive({"kv_allocator": value})
+    with pytest.raises(DirectiveError, match="--kv-profile"):
+        settings.directive({"kv_allocator": "lu"})
+    with pytest.raises(ValueError, match="--kv-profile"):
+        Settings.from_source(None, allocator="lu")
+    assert Settings(allocator="lu", profile="heads.json").directive({}).allocator == "lu"
+
+
+def test_the_allocators_are_those_of_the_registry() -> None:
+    assert tuple(allocators.names()) == ALLOCATORS

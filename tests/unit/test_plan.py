@@ -93,6 +93,8 @@ def test_a_plan_refuses_nothing_of_something(name: str) -> None:
 
 
 def test_the_row_after_an_eviction_starts_with_nulls() -> None:
-    eviction = Eviction("r", "nexus", 0, 0, 200, 1, 4, [11, 12, 13, 14, 15], [14, 15], [16])
+    eviction = Eviction(
+        "r", "nexus", "uniform", 0, 0, 200, 1, 4, [11, 12, 13, 14, 15], [14, 15], [16]
+    )
     assert eviction.full == 6
     assert eviction.row == [0, 0, 0, 0, 14, 15, 16]
