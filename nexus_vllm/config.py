@@ -48,6 +48,8 @@ class DirectiveError(ValueError):
     """One request asked for something it cannot have. `str()` names value, limit and remedy."""
 
     def __init__(self, field: str, value: object, limit: str, remedy: str) -> None:
+        # The client's own text: cut, and kept to what any encoding can carry.
+        field = field[:80].encode("ascii", "backslashreplace").decode()
         super().__init__(f"{field}={_shown(value)} is not allowed: {limit}. {remedy}")
         self.field = field
         self.value = value
@@ -68,7 +70,7 @@ def _shown(value: object) -> str:
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """'did you mean X?' when something is near, else the whole list."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.6)
     return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(known) + "."
 
 

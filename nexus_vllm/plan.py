@@ -15,7 +15,8 @@ class EvictionPlan:
     `budget`, `interval` and `chunk` are in blocks of `block_size` tokens. With `released` leading
     blocks given up, the sequence holds the live window [released, full): it is shrunk to `budget`
     blocks at the end of its prompt, then whenever the window has grown by `interval` blocks. A
-    `streaming` prompt is shrunk in addition whenever the window has grown by `chunk` blocks.
+    `streaming` prompt is shrunk in addition whenever the window has grown by `chunk` blocks, and a
+    session, whose prompt has been extended at `turn_start` tokens, there if it holds more.
     """
 
     prompt_tokens: int
@@ -24,6 +25,7 @@ class EvictionPlan:
     chunk: int
     block_size: int
     streaming: bool
+    turn_start: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "budget", "interval", "chunk", "block_size"):
@@ -32,6 +34,8 @@ class EvictionPlan:
 
     def next_eviction(self, released: int) -> int:
         """The token count at which the sequence must next be shrunk."""
+        if self.turn_start // self.block_size - released > self.budget:
+            return self.turn_start
         if self.streaming:
             position = (released + self.budget + self.chunk) * self.block_size
             if position < self.prompt_tokens:

@@ -120,6 +120,8 @@ class Evictor:
             block_ids=blocks,
             n=settings.n,
             temperature=settings.temperature,
+            # A model that overflows spoils its own text; an error here would end the engine.
+            validate=False,
         )
 
     def _groups(self, policy: Policy, live: int) -> list[slice]:

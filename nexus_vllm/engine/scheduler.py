@@ -71,6 +71,16 @@ class EvictionSchedulerMixin(Scheduler):
         self._stopped: list[str] = []
         self._finished_records: list[dict[str, Any]] = []
         self._counts = _zero_counts()
+        logger.info(
+            "KV eviction is on: policy %s, budget %s (a percentage never below %d tokens), "
+            "allocator %s, blocks of %d tokens, %s scheduling.",
+            self.eviction.policy,
+            self.eviction.budget,
+            self.eviction.budget_floor,
+            self.eviction.allocator,
+            self.eviction.block_size,
+            "asynchronous" if isinstance(self, AsyncScheduler) else "synchronous",
+        )
 
     def _only_manager(self) -> EvictionManager:
         """Proof that our manager holds this model's pages; vLLM would serve unevicted without."""
@@ -122,7 +132,7 @@ class EvictionSchedulerMixin(Scheduler):
                 streaming=streaming,
             )
             # A sequence that ends before its first eviction costs nothing: no window is recorded.
-            if request.resumable or plan.next_eviction(0) < prompt + request.max_tokens:
+            if request.resumable or plan.next_eviction(0) < prompt + request.max_tokens - 1:
                 hold = self.pages.holds[request.request_id] = Hold(plan)
         self.ledgers[request.request_id] = Ledger(directive, streaming, hold, budget, prompt)
         policies = self._counts["requests"]
@@ -134,13 +144,16 @@ class EvictionSchedulerMixin(Scheduler):
         """vLLM's step, preceded by the slides that are due; the plan rides on its output."""
         evictions = self._evict_due()
         output = super().schedule(throttle_prefills)
+        # Preempted within this very step: its pages may already be somebody else's.
+        evictions = [e for e in evictions if e.request_id not in self._stopped]
+        for eviction in evictions:
+            self._book_eviction(eviction)
         started = [new.req_id for new in output.scheduled_new_reqs]
         started += output.scheduled_cached_reqs.resumed_req_ids
         plan = StepPlan(
             started=[i for i in started if self._never_evicted(i)],
             stopped=self._stopped,
-            # Preempted within this very step: its pages may already be somebody else's.
-            evictions=[e for e in evictions if e.request_id not in self._stopped],
+            evictions=evictions,
         )
         self._stopped = []
         compat.attach_plan(output, plan)
@@ -157,9 +170,12 @@ class EvictionSchedulerMixin(Scheduler):
         return hold is not None and hold.released == 0
 
     def _evict_due(self) -> list[Eviction]:
-        """Slide every running sequence that has reached its next eviction."""
+        """Slide every sequence that has reached its next eviction.
+
+        Waiting sessions, too: a turn may end, and its sequence stop running, where one is due.
+        """
         evictions = []
-        for request in self.running:
+        for request in (*self.running, *self.kv_holding_waiting):
             ledger = self.ledgers[request.request_id]
             hold = ledger.hold
             if hold is None:
@@ -167,7 +183,7 @@ class EvictionSchedulerMixin(Scheduler):
             # Without speculation every scheduled token is final: it may be counted in flight,
             # since workers run steps in order and a fill runs before its step's forward.
             computed = request.num_computed_tokens
-            if computed < hold.plan.next_eviction(hold.released):
+            if computed < hold.plan.next_eviction(hold.released) or self._has_computed_all(request):
                 continue
             released, target = hold.released, hold.plan.target(computed)
             full = computed // self.pages.block_size
@@ -190,12 +206,21 @@ class EvictionSchedulerMixin(Scheduler):
                     tail_pages=slide.tail_pages,
                 )
             )
-            ledger.event += 1
-            ledger.eviction_steps += 1
-            ledger.evicted_blocks += target - released
-            self._counts["eviction_steps"] += 1
-            self._counts["evicted_blocks"] += target - released
         return evictions
+
+    @staticmethod
+    def _has_computed_all(request: "Request") -> bool:
+        """Whether nothing will attend any more: the last token is sampled, but never computed."""
+        last = request.num_prompt_tokens + request.max_tokens - 1
+        return not request.resumable and request.num_computed_tokens >= last
+
+    def _book_eviction(self, eviction: Eviction) -> None:
+        ledger, freed = self.ledgers[eviction.request_id], eviction.target - eviction.released
+        ledger.event += 1
+        ledger.eviction_steps += 1
+        ledger.evicted_blocks += freed
+        self._counts["eviction_steps"] += 1
+        self._counts["evicted_blocks"] += freed
 
     def _reserve_prefill_lookahead(
         self, request: "Request", num_computed_tokens: int, num_new_tokens: int
@@ -237,7 +262,11 @@ class EvictionSchedulerMixin(Scheduler):
         ledger = self.ledgers[session.request_id]
         ledger.prompt_tokens = session.num_prompt_tokens
         if ledger.hold is not None:
-            ledger.hold.plan = replace(ledger.hold.plan, prompt_tokens=session.num_prompt_tokens)
+            ledger.hold.plan = replace(
+                ledger.hold.plan,
+                prompt_tokens=session.num_prompt_tokens,
+                turn_start=session.num_computed_tokens,
+            )
 
     # Results
 

@@ -22,6 +22,7 @@ from nexus_vllm.policies import Observation, Policy, block_attention
 from nexus_vllm.selectors import select
 
 _TINY = torch.finfo(torch.float32).tiny
+_HUGE = torch.finfo(torch.float32).max
 
 
 class UnevenEvictor:
@@ -78,6 +79,7 @@ class UnevenEvictor:
             block_ids=ids.flatten(0, 1),
             n=settings.n,
             temperature=settings.temperature,
+            validate=False,
         ).view_as(valid)
         room = self.space.own(torch.tensor(eviction.kept_pages)).flatten()
         packed, source, target = holding.packed(kept, room)
@@ -137,8 +139,12 @@ class UnevenEvictor:
                 preference[some] = allocator.preference(
                     maps.flatten(1, 2), candidates[some].repeat_interleave(group, dim=1)
                 )
-        # A block that exists outranks padding, however little it weighs.
-        return torch.where(holding.valid, weights.clamp(min=_TINY), 0.0), preference
+        # A block that exists outranks padding, however little it weighs. A model that overflows
+        # spoils its own text; an error here would end the engine.
+        weights = weights.nan_to_num(nan=0.0, posinf=_HUGE).clamp(min=_TINY)
+        if preference is not None:
+            preference = preference.nan_to_num(nan=0.0, posinf=0.0)
+        return torch.where(holding.valid, weights, 0.0), preference
 
     def _read(
         self, sequence: Sequence, eviction: Eviction, holding: Holding, some: slice

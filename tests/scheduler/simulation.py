@@ -285,8 +285,9 @@ class Simulation:
         )
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
-                if one.finish_reason is not None:
-                    told = (one.kv_transfer_params or {})["kv_eviction"]
+                # A turn of a session ends without a record.
+                if one.finish_reason is not None and one.kv_transfer_params:
+                    told = one.kv_transfer_params["kv_eviction"]
                     self.finished[one.request_id] = told
 
     def run(self, limit: int = 10_000) -> None:

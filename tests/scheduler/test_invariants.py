@@ -9,6 +9,8 @@ import random
 from pathlib import Path
 
 import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
 
 from .simulation import BLOCK, Simulation
 
@@ -153,7 +155,45 @@ def test_an_eviction_whose_sequence_is_preempted_in_the_same_step_is_void(
         sim.step()  # evicts, then finds no page for the next token
     assert sim.requests[request_id].num_preemptions == 1
     sim.run()
-    assert sim.finished[request_id]["final_blocks"] == 9
+    told = sim.finished[request_id]
+    assert told["final_blocks"] == 9
+    assert told["eviction_steps"] == len(sim.memory.history[request_id]), "only what was done"
+
+
+@BOTH
+def test_a_session_of_short_turns_is_held_to_its_budget(
+    model_path: Path, asynchronous: bool
+) -> None:
+    """A turn that ends where an eviction is due leaves no running request to evict from."""
+    sim = Simulation(model_path, asynchronous=asynchronous, budget="128")
+
+    def turn(seed: int) -> Request:
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        params.update_from_generation_config({}, 1)
+        return Request("s", prompt(64, seed), params, None, block_hasher=sim.hasher, resumable=True)
+
+    session = sim.requests["s"] = turn(0)
+    sim.scheduler.add_request(session)
+    for seed in range(1, 25):
+        for _ in range(10):
+            sim.step()
+            if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                break
+        else:
+            raise AssertionError(f"turn {seed} hangs: the session holds the whole pool")
+        assert sim.scheduler.pages.held_blocks("s") <= 4 + 2 + 1
+        sim.scheduler.add_request(turn(seed))
+
+
+@BOTH
+@pytest.mark.parametrize(("budget", "max_tokens"), [("256", 1), ("480", 13)])
+def test_nothing_is_evicted_for_a_sequence_that_computes_no_further_token(
+    model_path: Path, asynchronous: bool, budget: str, max_tokens: int
+) -> None:
+    sim = Simulation(model_path, asynchronous=asynchronous, budget=budget)
+    request_id = sim.add(prompt(500), max_tokens=max_tokens)
+    sim.run()
+    assert sim.finished[request_id]["eviction_steps"] == 0
 
 
 def test_in_place_when_the_pool_is_empty(model_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Scoring, selecting and filling must survive whatever numbers a model produces."""
+
+import pytest
+import torch
+
+from nexus_vllm import allocators
+from nexus_vllm.config import Settings
+from nexus_vllm.engine.evictor import Evictor, Layer
+from nexus_vllm.engine.layout import KeyLayout
+from nexus_vllm.engine.sequences import Sequence
+from nexus_vllm.engine.uneven import UnevenEvictor
+from nexus_vllm.engine.window import LayerWindow
+from nexus_vllm.plan import Eviction
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "global", "ada", "cake"])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize("where", ["key", "query"])
+def test_numbers_that_are_not_finite_do_not_end_the_engine(
+    wrong: float, where: str, allocator: str
+) -> None:
+    """An exception in the worker ends the engine for everybody; stock vLLM spoils one text."""
+    settings, cpu = Settings(), torch.device("cpu")
+    cache = torch.randn(20, 1, 32, 4)
+    window = LayerWindow(1, settings.window, 1, 2, torch.float32, cpu)
+    window.ring.normal_()
+    (cache[3, 0, 5] if where == "key" else window.ring[3]).fill_(wrong)
+    order = torch.arange(32)[:, None] * 4 + torch.arange(2)
+    layers = [Layer(0, cache, KeyLayout.of(order), 1.0, 2, window)]
+    eviction = Eviction(
+        request_id="r",
+        policy="nexus",
+        allocator=allocator,
+        seed=0,
+        event=0,
+        computed=320,
+        released=0,
+        target=5,
+        pages=list(range(1, 11)),
+        kept_pages=list(range(6, 11)),
+        tail_pages=[],
+    )
+    evictor = Evictor(layers, settings)
+    if allocator == "uniform":
+        _, kept = evictor.evict(Sequence(0), eviction)
+    else:
+        _, kept = UnevenEvictor(layers, settings).evict(
+            Sequence(0), eviction, evictor.policies["nexus"], allocators.make(allocator)
+        )
+    blocks = set(kept.flatten().tolist())
+    assert len(blocks) == 5
+    assert {0, 8, 9} <= blocks
