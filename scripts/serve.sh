@@ -13,6 +13,9 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS:-1} DO_NOT_TRACK=${DO_NOT_TRACK:-1}
 defaults=(--kv-eviction nexus --kv-budget "20%")
+for argument in "$@"; do # a configuration file may name the policy and the budget itself
+  if [[ $argument == --kv-eviction-config* ]]; then defaults=(); fi
+done
 
 if ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
   # Compiled, this CPU build has answered nonsense; bfloat16 crawls on CPUs without AVX-512.

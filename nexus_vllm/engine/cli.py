@@ -34,16 +34,16 @@ def install_flags() -> None:
 
 
 def engine_args(
-    policy: str = "nexus",
+    policy: str | None = None,
     budget: str | int | None = None,
     config: str | dict[str, Any] | None = None,
     **knobs: Any,
 ) -> dict[str, Any]:
     """Keyword arguments for `LLM(model, **engine_args(...))` and `AsyncEngineArgs`.
 
-    `config` is a preset's name, a YAML or JSON file, inline JSON or a dict; `knobs` are fields of
-    Settings and win over it. Policy "none" is stock vLLM: no arguments at all. Raises HookError
-    where vLLM would take the arguments and not obey them.
+    `config` is a preset's name, a YAML or JSON file, inline JSON or a dict; `policy`, `budget` and
+    `knobs`, the other fields of Settings, win over it where given. Policy "none" is stock vLLM: no
+    arguments at all. Raises HookError where vLLM would take the arguments and not obey them.
     """
     if policy == "none":
         return {}
@@ -109,8 +109,8 @@ def _adding_flags(original: Callable[..., Any]) -> Callable[..., Any]:
             "--kv-eviction-config",
             metavar="FILE_OR_JSON",
             default=None,
-            help="Every other knob: a YAML or JSON file, inline JSON, or a preset "
-            f"({', '.join(presets())}).",
+            help="Every knob, and by itself enough to switch eviction on: a YAML or JSON file, "
+            f"inline JSON, or a preset ({', '.join(presets())}).",
         )
         parse = parser.parse_known_args
 
@@ -131,20 +131,21 @@ def _adding_flags(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fold(args: argparse.Namespace) -> None:
     """Turn our flags into stock arguments. Without them, touch nothing. Raises ValueError."""
-    policy = args.kv_eviction
+    policy, source = args.kv_eviction, args.kv_eviction_config
     given = [flag for flag in _FLAGS if getattr(args, flag) is not None]
-    if policy is None and given:
+    if policy is None and source is None and given:
         flag = "--" + given[0].replace("_", "-")
         raise ValueError(f"{flag} does nothing without --kv-eviction {{{','.join(POLICIES)}}}")
     additional = args.additional_config or {}
-    if policy not in (None, "none"):
+    if policy != "none" and (policy is not None or source is not None):
         if additional.get(CONFIG_KEY) is not None:
             raise ValueError(
                 f"--kv-eviction and --additional-config {CONFIG_KEY!r} say the same thing twice; "
                 "keep the flag and put other knobs into --kv-eviction-config"
             )
+        # Explicit flags win over the file, which wins over the defaults.
         settings = Settings.from_source(
-            args.kv_eviction_config,
+            source,
             policy=policy,
             budget=args.kv_budget,
             budget_floor=args.kv_budget_floor,

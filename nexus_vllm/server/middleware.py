@@ -20,6 +20,13 @@ from nexus_vllm.server.metrics import rejected
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 HEADERS = {"x-" + key.replace("_", "-"): key for key in DIRECTIVE_KEYS}
+UNREAD = (
+    "/generate",
+    "/inference/v1/generate",
+    "/invocations",
+    "/v1/chat/completions/batch",
+)
+"""Generation routes whose headers nobody reads: a directive there is refused, not lost."""
 PREFIX = "x-kv-"
 RESPONSE_HEADER = "X-KV-Eviction"
 
@@ -41,6 +48,8 @@ class EvictionMiddleware:
         directed = scope["method"] == "POST" and path in PATHS
         inspected = scope["method"] == "GET" and (path + "/").startswith(routes.ROOT + "/")
         if not directed and not inspected:
+            if path in UNREAD and (lost := _directives(Headers(scope=scope))):
+                return await _unread(path, lost[0])(scope, receive, send)
             return await self.app(scope, receive, send)
         settings = self._find_settings(scope)
         if settings is None:
@@ -74,7 +83,7 @@ class _Exchange:
         self.app = app
         self.scope = dict(scope)
         self.headers = Headers(scope=scope)
-        if any(name.startswith(PREFIX) for name in self.headers):
+        if _directives(self.headers):
             # The body will grow, and the app may look at the length before it asks for the body.
             del MutableHeaders(scope=self.scope)["content-length"]
         self.receive = receive
@@ -244,6 +253,21 @@ def _bad_request(path: str, refusal: _Refusal) -> JSONResponse:
         error = {"type": "BadRequestError", "message": str(refusal)}
         return JSONResponse({"type": "error", "error": error}, status_code=400)
     body = routes.error_body(400, "BadRequestError", str(refusal), refusal.field)
+    return JSONResponse(body, status_code=400)
+
+
+def _directives(headers: Headers) -> list[str]:
+    return [name for name in headers if name.startswith(PREFIX)]
+
+
+def _unread(path: str, name: str) -> JSONResponse:
+    """A directive where nobody reads it is refused: the client counts on it."""
+    rejected("unknown")
+    message = (
+        f"{name.title()} has no effect on {path!r}: KV eviction reads headers on "
+        f"{', '.join(PATHS)}. Drop the header, or set vllm_xargs in the body."
+    )
+    body = routes.error_body(400, "BadRequestError", message, name.title())
     return JSONResponse(body, status_code=400)
 
 

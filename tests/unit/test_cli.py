@@ -17,7 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.input_processor import InputProcessor
 
 import nexus_vllm
-from nexus_vllm.config import Settings
+from nexus_vllm.config import Budget, Settings
 from nexus_vllm.engine import cli, requests
 from nexus_vllm.engine.hooks import HookError, is_wrapped, wrap
 
@@ -120,6 +120,18 @@ def test_a_preset_gives_way_to_flags() -> None:
     assert (str(settings_in(args).budget), settings_in(args).window) == ("4096", 8)
 
 
+def test_a_configuration_is_enough_and_names_the_policy_itself() -> None:
+    args = parse("--kv-eviction-config", "streaming-llm")
+    assert settings_in(args).policy == "streaming-llm"
+    assert args.middleware == [MIDDLEWARE]
+    assert (
+        nexus_vllm.engine_args(config={"policy": "random", "budget": 512})["additional_config"][
+            "kv_eviction"
+        ]
+        == Settings(policy="random", budget=Budget.parse(512)).to_json()
+    )
+
+
 def test_flags_may_come_from_vllms_config_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("kv-eviction: nexus\nkv-budget: 30%\n")
@@ -148,7 +160,6 @@ def test_parsed_arguments_carry_everything_to_a_process_without_our_flags(
     [
         (["--kv-budget", "512"], ["--kv-budget", "--kv-eviction", "nexus"]),
         (["--kv-budget-floor", "512"], ["--kv-budget-floor", "--kv-eviction"]),
-        (["--kv-eviction-config", "nexus"], ["--kv-eviction-config", "--kv-eviction"]),
         (["--kv-eviction", "nexsu"], ["nexsu", "nexus", "streaming-llm"]),
         (["--kv-eviction", "nexus", "--kv-budget", "5x"], ["5x", "20%"]),
         (["--kv-eviction", "nexus", "--kv-budget", "64"], ["64", "128"]),

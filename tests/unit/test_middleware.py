@@ -13,7 +13,7 @@ from starlette.types import Message
 
 from nexus_vllm.config import MAX_SEED, Settings
 from nexus_vllm.server.metrics import REJECTIONS, metrics
-from nexus_vllm.server.middleware import PATHS, EvictionMiddleware
+from nexus_vllm.server.middleware import PATHS, UNREAD, EvictionMiddleware
 from nexus_vllm.server.records import Records, recent
 
 REPORT = {"request_id": "cmpl-abc-0-0123abcd", "policy": "nexus", "evicted_blocks": 78}
@@ -442,3 +442,31 @@ async def asgi(
     }
     await EvictionMiddleware(app)(scope, receive, send)
     return seen
+
+
+@pytest.mark.parametrize("path", UNREAD)
+async def test_a_header_that_nobody_would_read_is_refused(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    response = await client.post(path, json={}, headers={"X-KV-Budget": "512"})
+    assert response.status_code == 400
+    assert "X-Kv-Budget" in response.text
+    assert path in response.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"vllm_xargs": {"kv_policy": "' + b"random " * 200_000 + b'"}}',
+        b'{"vllm_xargs": {"kv_' + b"budget" * 200_000 + b'": 1}}',
+        b'{"vllm_xargs": {"kv_\\ud800": 1}}',
+    ],
+    ids=["long value", "long key", "lone surrogate"],
+)
+async def test_a_monstrous_directive_is_refused_briefly(
+    client: httpx.AsyncClient, body: bytes
+) -> None:
+    """No echo of a megabyte, no search through one, no character that cannot be encoded."""
+    response = await client.post(PATHS[0], content=body)
+    assert response.status_code == 400
+    assert len(response.content) < 1000
