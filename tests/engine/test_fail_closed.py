@@ -596,7 +596,8 @@ def test_without_the_flag_vllm_is_stock(outcomes: Outcomes) -> None:
     ours, stock = (help_text(outcomes(name)) for name in ("our_help", "stock_help"))
     group = ours[ours.index("KVEviction:") :]
     group = group[: 1 + next(i for i, line in enumerate(group[1:]) if line and line[0] != " ")]
-    flags = ["--kv-budget", "--kv-budget-floor", "--kv-eviction", "--kv-eviction-config"]
+    flags = ["--kv-allocator", "--kv-budget", "--kv-budget-floor", "--kv-eviction"]
+    flags += ["--kv-eviction-config", "--kv-profile"]
     assert [line.split()[0] for line in group if line.startswith("  --")] == flags
     start = ours.index("KVEviction:")
     assert ours[:start] + ours[start + len(group) :] == stock
