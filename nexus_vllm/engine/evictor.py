@@ -54,6 +54,30 @@ class Layer:
         )
 
 
+def check_agreement(sequence: Sequence, eviction: Eviction) -> None:
+    """Raise RuntimeError when worker and scheduler disagree on what the sequence has released."""
+    if sequence.released != eviction.released:
+        raise RuntimeError(
+            f"{eviction.request_id}: the scheduler counts {eviction.released} released blocks, "
+            f"the worker {sequence.released}"
+        )
+
+
+def forced_blocks(blocks: Tensor, full: int, settings: Settings) -> Tensor:
+    """Which blocks, by original id, must stay of `full`: sink blocks and the newest."""
+    return (blocks < settings.sink_blocks) | (blocks >= full - settings.recency_blocks)
+
+
+def window_queries(
+    layers: list[Layer], sequence: Sequence, eviction: Eviction, window: int
+) -> tuple[Tensor, Tensor]:
+    """The newest queries [L, W, Hq, D] before the eviction, and their positions [W]."""
+    count = min(window, eviction.computed)
+    positions = torch.arange(eviction.computed - count, eviction.computed)
+    queries = [layer.window.queries(sequence.slot, positions) for layer in layers]
+    return torch.stack(queries), positions
+
+
 class Evictor:
     """Carries out evictions over all layers of this rank."""
 
@@ -70,26 +94,17 @@ class Evictor:
         Returns the number of copied (layer, block) slices and the original ids [L, kept] of the
         blocks that stay. Raises RuntimeError when worker and scheduler disagree on the sequence.
         """
-        if sequence.released != eviction.released:
-            raise RuntimeError(
-                f"{eviction.request_id}: the scheduler counts {eviction.released} released blocks, "
-                f"the worker {sequence.released}"
-            )
+        check_agreement(sequence, eviction)
         blocks = sequence.live_blocks(len(self.layers), eviction.full)
         kept = self._choose(sequence, eviction, blocks)
         moved, origin = self._fill(eviction, blocks, kept)
         sequence.released, sequence.origin = eviction.target, origin
         return moved, origin
 
-    def forced(self, blocks: Tensor, full: int) -> Tensor:
-        """Which live blocks must stay: sink blocks and the newest."""
-        settings = self.settings
-        return (blocks < settings.sink_blocks) | (blocks >= full - settings.recency_blocks)
-
     def _choose(self, sequence: Sequence, eviction: Eviction, blocks: Tensor) -> Tensor:
         """Which live blocks stay: bool [layers, live]."""
         policy, settings = self.policies[eviction.policy], self.settings
-        forced = self.forced(blocks, eviction.full)
+        forced = forced_blocks(blocks, eviction.full, settings)
         layers = torch.tensor([layer.index for layer in self.layers])
         weights = torch.empty(blocks.shape, dtype=torch.float32)
         for rows in self._groups(policy, blocks.shape[1]):
@@ -141,12 +156,10 @@ class Evictor:
         self, sequence: Sequence, eviction: Eviction, layers: list[Layer]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Window queries [L, W, Hq, D], their positions [W], keys [L, N, Hkv, b, D]."""
-        count = min(self.settings.window, eviction.computed)
-        positions = torch.arange(eviction.computed - count, eviction.computed)
+        queries, positions = window_queries(layers, sequence, eviction, self.settings.window)
         pages = torch.tensor(eviction.pages)
-        queries = [layer.window.queries(sequence.slot, positions) for layer in layers]
         keys = [layer.keys.read(layer.cache, pages) for layer in layers]
-        return torch.stack(queries), positions, torch.stack(keys)
+        return queries, positions, torch.stack(keys)
 
     def _fill(self, eviction: Eviction, blocks: Tensor, kept: Tensor) -> tuple[int, Tensor]:
         """Copy kept blocks out of pages that go into pages that stay; returns (copies, origins).

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -41,9 +41,9 @@ class Hold:
 class Slide:
     """Page ids of one slide: the old live window, its successors and the tail (see `Eviction`)."""
 
-    pages: list[int] = field(default_factory=list)
-    kept_pages: list[int] = field(default_factory=list)
-    tail_pages: list[int] = field(default_factory=list)
+    pages: list[int]
+    kept_pages: list[int]
+    tail_pages: list[int]
 
 
 class EvictionManager(FullAttentionManager):

@@ -14,7 +14,13 @@ from torch import Tensor
 from nexus_vllm.allocators import Allocator, Situation
 from nexus_vllm.allocators.cake import Cake
 from nexus_vllm.config import Settings
-from nexus_vllm.engine.evictor import MAX_KEYS, Layer
+from nexus_vllm.engine.evictor import (
+    MAX_KEYS,
+    Layer,
+    check_agreement,
+    forced_blocks,
+    window_queries,
+)
 from nexus_vllm.engine.sequences import Sequence
 from nexus_vllm.engine.units import Holding, UnitSpace
 from nexus_vllm.plan import Eviction
@@ -40,17 +46,17 @@ class UnevenEvictor:
         """Shrink one sequence to the units of the pages that the scheduler left it.
 
         Returns the number of copied units and the original ids [L, H, most] of the blocks that
-        stay, -1 where a head keeps fewer than another.
+        stay, -1 where a head keeps fewer than another. Raises RuntimeError when worker and
+        scheduler disagree on the sequence.
         """
+        check_agreement(sequence, eviction)
         holding = self._held(sequence, eviction)
         valid = holding.valid
         # Padding gets ids beyond every query, so that attention cannot see it.
         padding = eviction.full + torch.arange(valid.shape[-1]).expand(valid.shape)
         ids = torch.where(valid, holding.blocks, padding)
         settings = self.settings
-        forced = valid & (
-            (ids < settings.sink_blocks) | (ids >= eviction.full - settings.recency_blocks)
-        )
+        forced = valid & forced_blocks(ids, eviction.full, settings)
         rows = torch.tensor([layer.index for layer in self.layers])[:, None] * self.heads
         rows = rows + torch.arange(self.heads)
         weights, preference = self._score(
@@ -151,9 +157,7 @@ class UnevenEvictor:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [l, H, W, G, D], their positions [W], keys [l, H, most, 1, b, D]."""
         layers = self.layers[some]
-        count = min(self.settings.window, eviction.computed)
-        positions = torch.arange(eviction.computed - count, eviction.computed)
-        queries = torch.stack([layer.window.queries(sequence.slot, positions) for layer in layers])
+        queries, positions = window_queries(layers, sequence, eviction, self.settings.window)
         queries = queries.unflatten(2, (self.heads, -1)).transpose(1, 2)
         units = holding.units[some].clamp(min=0)
         keys = layers[0].keys.read(self.space.flat, units.flatten())

@@ -1,9 +1,12 @@
 """Scoring, selecting and filling must survive whatever numbers a model produces."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from nexus_vllm import allocators
+from nexus_vllm.allocators import Allocator
 from nexus_vllm.config import Settings
 from nexus_vllm.engine.evictor import Evictor, Layer
 from nexus_vllm.engine.layout import KeyLayout
@@ -11,6 +14,30 @@ from nexus_vllm.engine.sequences import Sequence
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction
+from nexus_vllm.policies import Policy
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "global"])
+def test_a_worker_that_lost_count_refuses_to_fill(allocator: str) -> None:
+    """Serving wrong KV is worse than stopping, whichever way the budget is dealt out."""
+    ring = LayerWindow(1, 16, 1, 2, torch.float32, torch.device("cpu"))
+    order = torch.arange(32)[:, None] * 4 + torch.arange(2)
+    layers = [Layer(0, torch.zeros(20, 1, 32, 4), KeyLayout.of(order), 1.0, 2, ring)]
+    eviction = Eviction("r", "random", allocator, 0, 1, 320, 2, 5, [3, 4, 5], [4, 5], [])
+    even, uneven = Evictor(layers, Settings()), UnevenEvictor(layers, Settings())
+    dealt = (even.policies["random"], allocators.make(allocator))
+    evict = even.evict if allocator == "uniform" else partial(_evict, uneven, dealt)
+    with pytest.raises(RuntimeError, match="the scheduler counts 2 released blocks, the worker 0"):
+        evict(Sequence(0), eviction)
+
+
+def _evict(
+    uneven: UnevenEvictor,
+    dealt: tuple[Policy, Allocator],
+    sequence: Sequence,
+    eviction: Eviction,
+) -> None:
+    uneven.evict(sequence, eviction, *dealt)
 
 
 @pytest.mark.parametrize("allocator", ["uniform", "global", "ada", "cake"])
