@@ -214,7 +214,7 @@ class EvictionWorker(PlatformWorker):
                 {
                     "num_computed": eviction.computed,
                     "full_blocks": eviction.full,
-                    "kept": kept.clone(),
+                    "kept": kept.tolist(),  # vLLM's RPC takes tensors apart
                 }
             )
 
@@ -235,7 +235,10 @@ class EvictionWorker(PlatformWorker):
         return self.sequences.snapshot()
 
     def kv_eviction_trace(self) -> dict[str, list[dict[str, Any]]]:
-        """With `trace` on: every eviction of every request so far, kept blocks [L, B] included."""
+        """With `trace` on: every eviction of every request so far.
+
+        "kept": original block ids, [L][B], or [L][H][most] and -1 where a head keeps fewer.
+        """
         return self._trace
 
 
