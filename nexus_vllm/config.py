@@ -167,7 +167,7 @@ class Settings(BaseModel):
     sink_blocks: int = Field(default=1, ge=0, le=1024, strict=True)
     recency_blocks: int = Field(default=2, ge=1, le=1024, strict=True)
     # Where it is kept: how a sequence's budget is dealt out over layers and KV heads
-    allocator: Literal["uniform", "pyramid", "ada", "cake", "lu", "global"] = "uniform"
+    allocator: Literal["auto", "uniform", "pyramid", "ada", "cake", "lu", "global"] = "auto"
     profile: str | None = None
     # Blocks
     block_size: int = Field(default=32, ge=1, le=1024, strict=True)
@@ -223,8 +223,6 @@ class Settings(BaseModel):
         for name in ("interval", "chunk"):
             if (tokens := getattr(self, name)) % self.block_size:
                 refuse(name, tokens, f"use a multiple of block_size={self.block_size}")
-        if self.allocator == "lu" and self.profile is None:
-            refuse("allocator", self.allocator, "give --kv-profile FILE, the heads' shares")
         least = self.min_budget_tokens
         why = f"at least {least} tokens (sink + recency + one block of {self.block_size})"
         if self.budget_floor < least:
@@ -272,12 +270,15 @@ class Settings(BaseModel):
                     key, xargs[key], "no such directive", nearest(key, DIRECTIVE_KEYS)
                 )
         policy, budget = self._policy(xargs), self._budget(xargs)
+        allocator = self._allocator(xargs)
+        if allocator == "auto":  # a profile is made for one score
+            allocator = "lu" if self.profile and policy == self.policy else "uniform"
         return Directive(
             policy=policy,
             budget=Budget() if policy == "none" else budget,
             seed=self._seed(xargs),
             prefill=self._prefill(xargs),
-            allocator=self._allocator(xargs),
+            allocator=allocator,
         )
 
     def _policy(self, xargs: Mapping[str, Any]) -> str:
@@ -362,7 +363,7 @@ class Settings(BaseModel):
 
 def presets() -> list[str]:
     """Names of the shipped presets."""
-    folder = _preset_folder()
+    folder = config_folder()
     return sorted(
         f.name.removesuffix(PRESET_SUFFIX)
         for f in folder.iterdir()
@@ -370,10 +371,10 @@ def presets() -> list[str]:
     )
 
 
-def _preset_folder() -> Any:
-    """`nexus_vllm.configs` where installed; the repository's configs/ in a bare checkout."""
+def config_folder() -> Path:
+    """Presets and profiles: `nexus_vllm.configs` where installed, configs/ in a bare checkout."""
     try:
-        return resources.files("nexus_vllm.configs")
+        return Path(str(resources.files("nexus_vllm.configs")))
     except ModuleNotFoundError:
         return Path(__file__).resolve().parent.parent / "configs"
 
@@ -387,7 +388,7 @@ def _load(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not source.lstrip().startswith("{"):
         name = source
         if source in presets():
-            text = (_preset_folder() / (source + PRESET_SUFFIX)).read_text(encoding="utf-8")
+            text = (config_folder() / (source + PRESET_SUFFIX)).read_text(encoding="utf-8")
         elif Path(source).is_file():
             text = Path(source).read_text(encoding="utf-8")
         else:

@@ -201,6 +201,20 @@ def _parse(data: dict[str, Any]) -> Profile:
     )
 
 
+def fitting(
+    folder: Path, model: ModelFacts, score: str, parameters: Mapping[str, Any], block_size: int
+) -> Path | None:
+    """The first of the folder's profiles, by file name, that was made for exactly this."""
+    for path in sorted(folder.glob("*.json")):
+        profile = Profile.load(path)
+        try:
+            profile.check(model, score, parameters, block_size)
+        except ValueError:
+            continue
+        return path
+    return None
+
+
 def average(profiles: Sequence[Profile]) -> Profile:
     """The mean profile. Raises ValueError where they differ in model, score, blocks or densities.
 

@@ -95,15 +95,17 @@ def _adding_flags(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         group.add_argument(
             "--kv-allocator",
-            choices=ALLOCATORS,
+            choices=("auto", *ALLOCATORS),
             default=None,
-            help="How a sequence's budget is dealt out over layers and KV heads. Default: uniform.",
+            help="How a sequence's budget is dealt out over layers and KV heads. auto, the "
+            "default: lu where there is a profile of the model and policy, else uniform.",
         )
         group.add_argument(
             "--kv-profile",
             metavar="FILE",
             default=None,
-            help="The heads' shares for --kv-allocator lu.",
+            help="Each head's share, for lu; made by `nexus-vllm profile`. The default is the one "
+            "that nexus-vllm ships for the model, if any.",
         )
         group.add_argument(
             "--kv-eviction-config",

@@ -77,6 +77,10 @@ def check_config(vllm_config: "VllmConfig") -> None:
     """Refuse what eviction cannot serve, then choose the scheduler. Raises UnsupportedError."""
     for found, needed, remedy in [*drifted(), *refusals(vllm_config)]:
         raise UnsupportedError(found, needed, remedy)
+    from nexus_vllm.engine import profiles  # imports this module
+
+    # All processes read their settings from here: server, scheduler and workers.
+    vllm_config.additional_config[CONFIG_KEY] = profiles.settle(vllm_config).to_json()
     # After the config is built: only then has vLLM decided between its two schedulers.
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER

@@ -49,6 +49,7 @@ class Ledger:
         return {
             "request_id": request_id,
             "policy": self.directive.policy,
+            "allocator": self.directive.allocator,
             "prefill": "streaming" if self.streaming else "oneshot",
             "budget_tokens": None if budget is None else budget * block_size,
             "prompt_tokens": self.prompt_tokens,
@@ -73,11 +74,12 @@ class EvictionSchedulerMixin(Scheduler):
         self._counts = _zero_counts()
         logger.info(
             "KV eviction is on: policy %s, budget %s (a percentage never below %d tokens), "
-            "allocator %s, blocks of %d tokens, %s scheduling.",
+            "allocator %s (profile %s), blocks of %d tokens, %s scheduling.",
             self.eviction.policy,
             self.eviction.budget,
             self.eviction.budget_floor,
-            self.eviction.allocator,
+            self.eviction.directive(None).allocator,
+            self.eviction.profile or "none",
             self.eviction.block_size,
             "asynchronous" if isinstance(self, AsyncScheduler) else "synchronous",
         )

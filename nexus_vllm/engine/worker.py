@@ -5,28 +5,25 @@ this process.
 """
 
 import time
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from nexus_vllm import allocators
-from nexus_vllm.allocators import Allocator
 from nexus_vllm.engine import attention, compat
 from nexus_vllm.engine.evictor import Evictor, Layer
 from nexus_vllm.engine.manager import EvictionSpec
+from nexus_vllm.engine.profiles import rank_heads, servable
 from nexus_vllm.engine.runners import Runner, adapt
 from nexus_vllm.engine.sequences import Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction, StepPlan, StepReport
-from nexus_vllm.profile import ModelFacts, Profile
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -146,22 +143,9 @@ class EvictionWorker(PlatformWorker):
         self.uneven = UnevenEvictor(layers, self.eviction)
         for builder in builders:
             builder.space = self.uneven.space
-        self.allocators = self._load_allocators(layers)
-
-    def _load_allocators(self, layers: list[Layer]) -> dict[str, Allocator]:
-        """Every allocator this engine can serve. Raises ValueError for a profile of another one."""
-        profile = None
-        if self.eviction.profile is not None:
-            profile = Profile.load(Path(self.eviction.profile))
-            heads, size = layers[0].cache.shape[1], layers[0].head_size
-            facts = ModelFacts(self.model_config.model, len(layers), heads, size)
-            policy = self.evictor.policies[self.eviction.policy]
-            profile.check(facts, policy.name, asdict(policy), self.eviction.block_size)  # type: ignore[call-overload]
-        return {
-            name: allocators.make(name, profile)
-            for name in allocators.names()
-            if profile is not None or not allocators.ALLOCATORS[name].needs_profile
-        }
+        heads = rank_heads(self.vllm_config, get_tensor_model_parallel_rank())
+        first = layers[0].index
+        self.allocators = servable(self.vllm_config, (first, first + len(layers)), heads)
 
     # One step
 

@@ -246,6 +246,80 @@ def fp8_cache() -> None:
     configure(kv_cache_dtype="fp8")
 
 
+def save_profile(path: str, **changes: Any) -> str:
+    """A profile of the model "llama", or of what `changes` say."""
+    import torch
+
+    from nexus_vllm import policies
+    from nexus_vllm.profile import ModelFacts, Profile
+
+    score = changes.pop("score", "nexus")
+    Profile(
+        model=ModelFacts(
+            **{"name": "llama", "layers": 2, "kv_heads": 1, "head_size": 64, **changes}
+        ),
+        score=score,
+        parameters=dataclasses.asdict(policies.make(score)),  # type: ignore[call-overload]
+        block_size=32,
+        densities=(0.5,),
+        shares=torch.full((1, 2, 1), 0.5),
+    ).save(Path(path))
+    return path
+
+
+def with_settings(**knobs: Any) -> dict[str, Any]:
+    import nexus_vllm
+
+    return nexus_vllm.engine_args(budget=128, **knobs)
+
+
+@scenario
+def profile_of_another_model() -> None:
+    configure(**with_settings(profile=save_profile("other.json", name="opt", layers=2)))
+
+
+@scenario
+def profile_of_another_score() -> None:
+    configure(**with_settings(profile=save_profile("score.json", score="random")))
+
+
+@scenario
+def profile_of_other_parameters() -> None:
+    configure(**with_settings(profile=save_profile("walk.json"), walk_steps=7))
+
+
+@scenario
+def profile_missing() -> None:
+    configure(**with_settings(profile="nowhere.json"))
+
+
+@scenario
+def lu_without_profile() -> None:
+    configure(**with_settings(allocator="lu"))
+
+
+@scenario
+def lu_by_a_given_profile() -> Any:
+    knobs = with_settings(profile=save_profile("given.json"), check_integrity=True)
+    return generate(start(**knobs)).kv_transfer_params["kv_eviction"]
+
+
+@scenario
+def lu_by_a_shipped_profile() -> Any:
+    """The default, "auto", by what is shipped: for the profile's score, and for another one."""
+    from nexus_vllm.engine import compat, profiles
+
+    profiles.config_folder = Path.cwd
+    Path("profiles").mkdir()
+    save_profile("profiles/llama.json")
+    found = []
+    for policy in ("nexus", "random"):
+        settings = compat.settings_of(configure(**with_settings(policy=policy)))
+        asked = [settings.directive({"kv_policy": name}).allocator for name in ("nexus", "random")]
+        found.append([bool(settings.profile), *asked])
+    return found
+
+
 @scenario
 def speculation() -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
@@ -419,7 +493,8 @@ def environment() -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
     shims = harness.shim_environment(MODE)
     root = harness.HERE.parents[(__package__ or "engine").count(".")]
-    shims["PYTHONPATH"] += f"{os.pathsep}{root}"
+    asked = os.environ.get("PYTHONPATH", "")
+    shims["PYTHONPATH"] += f"{os.pathsep}{root}{os.pathsep}{asked}".rstrip(os.pathsep)
     return {**inherited, **shims, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
@@ -512,6 +587,36 @@ def test_unbroken_the_same_engine_starts_and_evicts(outcomes: Outcomes) -> None:
             "Remedy: drop --kv-cache-dtype.",
         ),
         (
+            "profile_of_another_model",
+            "--kv-profile other.json: profile made for name='opt', this is name='llama'",
+            "shares are those of one model, score and block size",
+            "Remedy: give the file that `nexus-vllm profile MODEL` makes for them, or drop",
+        ),
+        (
+            "profile_of_another_score",
+            "--kv-profile score.json: profile made for score='random', this is score='nexus'",
+            "shares are those of one model, score and block size",
+            "Remedy: give the file that `nexus-vllm profile MODEL` makes for them, or drop",
+        ),
+        (
+            "profile_of_other_parameters",
+            "profile made for nexus walk_steps=3, this is nexus walk_steps=7",
+            "shares are those of one model, score and block size",
+            "Remedy: give the file that `nexus-vllm profile MODEL` makes for them, or drop",
+        ),
+        (
+            "profile_missing",
+            "--kv-profile nowhere.json: [Errno 2] No such file or directory",
+            "shares are those of one model, score and block size",
+            "Remedy: give the file that `nexus-vllm profile MODEL` makes for them, or drop",
+        ),
+        (
+            "lu_without_profile",
+            "--kv-allocator lu without a profile",
+            "none is shipped for llama with this score and block size",
+            "Remedy: make one with `nexus-vllm profile MODEL` and pass it as --kv-profile FILE.",
+        ),
+        (
             "speculation",
             "speculative decoding",
             "drafts are not supported by this release",
@@ -558,6 +663,17 @@ def test_refuses_to_start(
     assert outcome.error == "UnsupportedError", outcome.log[-3000:]
     for part in ("KV eviction refuses to start: ", found, needed, remedy):
         assert part in outcome.told
+
+
+def test_a_profile_that_fits_is_the_default_of_its_score(outcomes: Outcomes) -> None:
+    given = outcomes("lu_by_a_given_profile")
+    assert given.error == "", given.log[-3000:]
+    told, uniform = (json.loads(o.told) for o in (given, outcomes("healthy")))
+    assert (told.pop("allocator"), uniform.pop("allocator")) == ("lu", "uniform")
+    assert told["final_blocks"] == uniform["final_blocks"]
+    shipped = outcomes("lu_by_a_shipped_profile")
+    assert shipped.error == "", shipped.log[-3000:]
+    assert json.loads(shipped.told) == [[True, "lu", "uniform"], [False, "uniform", "uniform"]]
 
 
 def test_refuses_another_block_size(outcomes: Outcomes) -> None:

@@ -273,9 +273,17 @@ def test_a_request_may_name_its_allocator_but_lu_needs_a_profile() -> None:
             settings.directive({"kv_allocator": value})
     with pytest.raises(DirectiveError, match="--kv-profile"):
         settings.directive({"kv_allocator": "lu"})
-    with pytest.raises(ValueError, match="--kv-profile"):
-        Settings.from_source(None, allocator="lu")
     assert Settings(allocator="lu", profile="heads.json").directive({}).allocator == "lu"
+
+
+def test_without_a_word_a_profile_is_used_for_the_score_it_was_made_for() -> None:
+    settings = Settings(profile="heads.json")
+    assert settings.directive({}).allocator == "lu"
+    assert settings.directive({"kv_policy": "random"}).allocator == "uniform"
+    assert settings.directive({"kv_policy": "random", "kv_allocator": "lu"}).allocator == "lu"
+    assert Settings().directive({}).allocator == "uniform"
+    uniform = Settings(profile="heads.json", allocator="uniform")
+    assert uniform.directive({}).allocator == "uniform"
 
 
 def test_the_allocators_are_those_of_the_registry() -> None:

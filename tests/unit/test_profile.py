@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nexus_vllm.profile import ModelFacts, Origin, Profile, average, rank_correlation
+from nexus_vllm.profile import ModelFacts, Origin, Profile, average, fitting, rank_correlation
 
 FACTS = ModelFacts("org/Tiny-1M", layers=2, kv_heads=3, head_size=8)
 DENSITIES = (0.1, 0.4, 1.0)
@@ -148,6 +148,21 @@ def test_check_names_what_differs_and_the_remedy(change: dict[str, Any], message
     with pytest.raises(ValueError, match=message) as error:
         check(profile(), **change)
     assert "nexus-vllm profile MODEL" in str(error.value)
+
+
+def test_a_folder_s_fitting_profile_is_found_and_a_broken_one_is_not_passed_over(
+    tmp_path: Path,
+) -> None:
+    made = profile()
+    facts = (made.model, made.score, made.parameters, made.block_size)
+    assert fitting(tmp_path, *facts) is None
+    profile(model=dataclasses.replace(FACTS, name="other")).save(tmp_path / "a.json")
+    made.save(tmp_path / "b.json")
+    assert fitting(tmp_path, *facts) == tmp_path / "b.json"
+    assert fitting(tmp_path, *facts[:3], 16) is None
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"a\.json"):
+        fitting(tmp_path, *facts)
 
 
 def edited(**changes: Any) -> Any:
