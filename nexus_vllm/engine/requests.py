@@ -4,9 +4,11 @@
 slips past the middleware all meet in `InputProcessor.process_inputs`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from nexus_vllm.admission import plans
 from nexus_vllm.config import DirectiveError, Settings
 from nexus_vllm.engine.hooks import wrap
 
@@ -30,19 +32,47 @@ def _validating(original: Callable[..., Any]) -> Callable[..., Any]:
         settings = _settings(self)
         if settings is not None:
             validate(params, settings)
-        return original(self, request_id, prompt, params, *args, **kwargs)
+        request = original(self, request_id, prompt, params, *args, **kwargs)
+        if settings is not None:
+            fit(request, settings, self.vllm_config)
+        return request
 
     return process_inputs
 
 
 def validate(params: Any, settings: Settings) -> None:
     """Raise vLLM's own validation error (HTTP 400) when the directive in `params` is malformed."""
+    with _as_validation_error():
+        settings.directive(getattr(params, "extra_args", None))
+
+
+def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
+    """Refuse (HTTP 400) what the pool can never carry to its end, rather than let it wait forever.
+
+    A sequence that keeps everything may grow until the pool is full, then ends with "length", as
+    it does at vLLM's `max_model_len`.
+    """
+    params, pool = request.sampling_params, vllm_config.cache_config.num_gpu_blocks
+    if params is None or not pool:
+        return
+    # vLLM's front end sums up the pools of its data-parallel engines; one page is its null block.
+    pages = pool // vllm_config.parallel_config.data_parallel_size - 1
+    prompt = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
+    with _as_validation_error():
+        directive = settings.directive(params.extra_args)
+        found = plans(directive, prompt, params.max_tokens, settings, pages)
+    if not found:
+        params.max_tokens = min(params.max_tokens, pages * settings.block_size - prompt)
+
+
+@contextmanager
+def _as_validation_error() -> Iterator[None]:
     from vllm.exceptions import VLLMValidationError
 
     from nexus_vllm.server.metrics import rejected
 
     try:
-        settings.directive(getattr(params, "extra_args", None))
+        yield
     except DirectiveError as error:
         rejected(error.reason)
         raise VLLMValidationError(str(error), parameter=error.field) from None

@@ -1,0 +1,91 @@
+"""Whether and how a request fits a pool: pure arithmetic, shared by front end and scheduler."""
+
+from dataclasses import replace
+
+from nexus_vllm.config import Directive, DirectiveError, Settings
+from nexus_vllm.plan import EvictionPlan
+
+
+def plans(
+    directive: Directive, prompt_tokens: int, max_tokens: int, settings: Settings, pages: int
+) -> list[EvictionPlan]:
+    """The plans under which a request alone in a pool of `pages` gets to its end, best first.
+
+    One shot before streaming where the request leaves the choice to the server; none for a request
+    that is never evicted. Raises DirectiveError where there is no such plan.
+    """
+    size = settings.block_size
+    budget = directive.budget_blocks(prompt_tokens, settings)
+    if budget is None:
+        if prompt_tokens >= pages * size:
+            raise DirectiveError(
+                "kv_budget",
+                str(directive.budget),
+                f"a prompt of {prompt_tokens} tokens needs all of its KV, the pool holds "
+                f"{pages * size} tokens",
+                "Give it a budget, such as 20%, or shorten the prompt.",
+            )
+        return []
+    tokens = prompt_tokens + max_tokens
+    modes = {"oneshot": (False,), "streaming": (True,), "auto": (False, True)}
+    found = {
+        streaming: fitting
+        for streaming in (False, True)
+        if (fitting := _fitting(_plan(prompt_tokens, budget, settings, streaming), tokens, pages))
+    }
+    wanted = [found[streaming] for streaming in modes[directive.prefill] if streaming in found]
+    if wanted:
+        return wanted
+    if found:
+        raise DirectiveError(
+            "kv_prefill",
+            directive.prefill,
+            f"a prompt of {prompt_tokens} tokens at once does not fit the pool of "
+            f"{pages * size} tokens",
+            "Use streaming or auto, or shorten the prompt.",
+        )
+    raise DirectiveError(
+        "kv_budget",
+        str(directive.budget),
+        f"it is {budget * size} tokens for this prompt, and the pool of {pages * size} tokens "
+        f"carries {max(0, pages - 2) * size} at most",
+        "Use a smaller budget.",
+    )
+
+
+def most_tokens(pages: int, settings: Settings) -> int:
+    """How long a sequence that keeps everything may grow: what the pool holds."""
+    return pages * settings.block_size
+
+
+def most_pages(settings: Settings, max_model_len: int) -> int:
+    """The most pages that a sequence of any length holds under the engine's own budget."""
+    budget = settings.directive(None).budget_blocks(max_model_len, settings)
+    whole = -(-max_model_len // settings.block_size)
+    if budget is None or settings.prefill == "oneshot":
+        return whole
+    plan = _plan(max_model_len, budget, settings, streaming=True)
+    return min(whole, plan.most_blocks(max_model_len))
+
+
+def _plan(prompt: int, budget: int, settings: Settings, streaming: bool) -> EvictionPlan:
+    size = settings.block_size
+    return EvictionPlan(
+        prompt_tokens=prompt,
+        budget=budget,
+        interval=settings.interval // size,
+        chunk=settings.chunk // size,
+        block_size=size,
+        streaming=streaming,
+    )
+
+
+def _fitting(plan: EvictionPlan, tokens: int, pages: int) -> EvictionPlan | None:
+    """The plan if it fits, or else with smaller steps; None where its budget is too large."""
+    if plan.most_blocks(tokens) <= pages:
+        return plan
+    room = pages - plan.budget - 1
+    if room < 1:
+        return None
+    plan = replace(plan, interval=min(plan.interval, room), chunk=min(plan.chunk, room))
+    return plan if plan.most_blocks(tokens) <= pages else None
