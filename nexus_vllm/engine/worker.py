@@ -24,6 +24,7 @@ from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.runners import Runner, adapt
 from nexus_vllm.engine.sequences import Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
+from nexus_vllm.engine.unit_batch import UnitTables
 from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction, StepPlan, StepReport
 from nexus_vllm.profile import ModelFacts, Profile
@@ -145,7 +146,7 @@ class EvictionWorker(PlatformWorker):
         self.evictor = Evictor(layers, self.eviction)
         self.uneven = UnevenEvictor(layers, self.eviction)
         for builder in builders:
-            builder.space = self.uneven.space
+            builder.tables = UnitTables(self.uneven.space)
         self.allocators = self._load_allocators(layers)
 
     def _load_allocators(self, layers: list[Layer]) -> dict[str, Allocator]:
