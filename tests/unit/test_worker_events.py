@@ -24,7 +24,8 @@ from nexus_vllm.config import Settings
 from nexus_vllm.engine.evictor import Evictor, Layer
 from nexus_vllm.engine.layout import KeyLayout
 from nexus_vllm.engine.sequences import Sequences
-from nexus_vllm.engine.uneven import UnevenBatch, UnevenEvictor
+from nexus_vllm.engine.uneven import UnevenEvictor
+from nexus_vllm.engine.unit_batch import UnevenBatch
 from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction, EvictionPlan
 from nexus_vllm.policies import Observation, block_attention
