@@ -15,13 +15,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from nexus_vllm.engine.manager import EvictionSpec
-from nexus_vllm.engine.uneven import UnevenBatch
+from nexus_vllm.engine.unit_batch import UnitAttention, worth_folding
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from nexus_vllm.engine.sequences import BatchView, Sequences
-    from nexus_vllm.engine.units import UnitSpace
+    from nexus_vllm.engine.unit_batch import UnitTables
     from nexus_vllm.engine.window import LayerWindow, Recording
 
 _RECORDING = "kv_eviction_recording"
@@ -35,7 +35,7 @@ class EvictionBuilderMixin:
     """Over a backend's metadata builder. The worker sets both fields before the first step."""
 
     sequences: "Sequences | None" = None
-    space: "UnitSpace | None" = None
+    tables: "UnitTables | None" = None
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -54,34 +54,36 @@ class EvictionBuilderMixin:
             return build(common_prefix_len, common_attn_metadata, fast_build)
         if view.uneven:
             metadata = build(common_prefix_len, common_attn_metadata, fast_build)
-            setattr(metadata, _UNEVEN, self._per_head(common_attn_metadata, view))
+            setattr(metadata, _UNEVEN, self._over_units(common_attn_metadata, view))
         else:
             metadata = build(common_prefix_len, shifted(common_attn_metadata, view), fast_build)
         if view.recording is not None:
             setattr(metadata, _RECORDING, view.recording)
         return metadata
 
-    def _per_head(
-        self, batch: "CommonAttentionMetadata", view: "BatchView"
-    ) -> "tuple[UnevenBatch, list[Any]]":
+    def _over_units(self, batch: "CommonAttentionMetadata", view: "BatchView") -> UnitAttention:
         """The batch over units, and the wrapped builder's metadata of it for every layer."""
-        assert self.space is not None, "uneven budgets are refused where there are no units"
-        uneven = UnevenBatch.of(
-            self.space,
-            view.rows,
-            batch.block_table_tensor,
-            view.lengths,
-            view.starts,
-            view.block_size,
+        assert self.tables is not None, "uneven budgets are refused where there are no units"
+        uneven = self.tables.batch(
+            view.rows, batch.block_table_tensor, view.lengths, view.starts, view.block_size
         )
+        sequences = uneven.lengths.shape[1]
+        group = self.num_heads // self.num_kv_heads  # type: ignore[attr-defined]
+        fold = (
+            batch.max_query_len == 1
+            and batch.causal is True
+            and worth_folding(sequences, torch.get_num_threads())
+        )
+        starts = uneven.starts * group if fold else uneven.starts
         one = copy.copy(self)
-        one.num_heads, one.num_kv_heads = self.num_heads // self.num_kv_heads, 1  # type: ignore[attr-defined]
-        rows = uneven.lengths.shape[1]
+        one.num_heads, one.num_kv_heads = 1 if fold else group, 1  # type: ignore[attr-defined]
         common = batch.replace(
-            query_start_loc=uneven.starts,
-            query_start_loc_cpu=uneven.starts,
-            num_reqs=rows,
-            num_actual_tokens=int(uneven.starts[-1]),
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            num_reqs=sequences,
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=group if fold else batch.max_query_len,
+            causal=False if fold else batch.causal,
         )
         build = super(EvictionBuilderMixin, one).build  # type: ignore[misc]
         layers = [
@@ -91,12 +93,14 @@ class EvictionBuilderMixin:
                     block_table_tensor=table,
                     seq_lens=lengths,
                     seq_lens_cpu_upper_bound=lengths,
-                    max_seq_len=int(lengths.max()),
+                    max_seq_len=longest,
                 ),
             )
-            for table, lengths in zip(uneven.tables, uneven.lengths, strict=True)
+            for table, lengths, longest in zip(
+                uneven.tables, uneven.lengths, uneven.lengths.amax(1).tolist(), strict=True
+            )
         ]
-        return uneven, layers
+        return UnitAttention(uneven, layers, fold)
 
 
 class EvictionImplMixin:
@@ -122,17 +126,15 @@ class EvictionImplMixin:
         if recording is not None and self.window is not None:
             self.window.record(query, recording)
         forward = super().forward  # type: ignore[misc]
-        if (over_units := getattr(attn_metadata, _UNEVEN, None)) is None:
+        units: UnitAttention | None = getattr(attn_metadata, _UNEVEN, None)
+        if units is None:
             result: torch.Tensor = forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
             return result
-        uneven, layers = over_units
-        tokens = attn_metadata.num_actual_tokens
-        per_head = uneven.queries(query, tokens)
-        result = torch.empty_like(per_head)
-        forward(layer, per_head, key, value, uneven.flat, layers[self.row], result)
-        uneven.restore(result, output, tokens)
+        queries, results = units.queries(query, attn_metadata.num_actual_tokens)
+        forward(layer, queries, key, value, units.flat, units.layers[self.row], results)
+        units.restore(output)
         return output
 
 

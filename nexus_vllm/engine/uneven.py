@@ -1,13 +1,9 @@
-"""Evictions under uneven head budgets, and the batch that attention sees afterwards.
+"""Evictions under uneven head budgets; `unit_batch` is what attention sees afterwards.
 
 The scheduler frees and keeps whole pages exactly as under equal budgets. Here the units of the kept
 pages are dealt out over all (layer, KV head) pairs of the sequence (`units`).
 """
 
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -162,70 +158,3 @@ class UnevenEvictor:
         units = holding.units[some].clamp(min=0)
         keys = layers[0].keys.read(self.space.flat, units.flatten())
         return queries, positions, keys.unflatten(0, units.shape)
-
-
-@dataclass(frozen=True)
-class UnevenBatch:
-    """A batch as attention over units must see it: one sequence per (KV head, request).
-
-    `tables` [layers, heads * requests, width] int32 unit numbers; `lengths` [layers, heads *
-    requests] int32 tokens; `starts` [heads * requests + 1] int32 first query row of each, where
-    queries are ordered by KV head, then as in the batch.
-    """
-
-    flat: Tensor
-    heads: int
-    tables: Tensor
-    lengths: Tensor
-    starts: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        space: UnitSpace,
-        rows: list[Sequence | None],
-        table: Tensor,
-        lengths: np.ndarray,
-        starts: np.ndarray,
-        block_size: int,
-    ) -> "UnevenBatch":
-        """From the batch's page table [requests, width] and lengths, released blocks included."""
-        layers, heads, requests = len(space.base), space.heads, len(rows)
-        parts: list[tuple[Tensor | None, Tensor, Tensor]] = []
-        tokens = torch.empty(layers, heads, requests, dtype=torch.int32)
-        for index, sequence in enumerate(rows):
-            length = int(lengths[index])
-            holding = sequence.holding if sequence else None
-            first = 0 if sequence is None else sequence.dealt if holding else sequence.released
-            tail = space.own(table[index, first : -(-length // block_size)].long())
-            counts = holding.counts if holding else torch.zeros(layers, heads, dtype=torch.long)
-            parts.append((holding.units if holding else None, counts, tail))
-            tokens[:, :, index] = counts * block_size + (length - first * block_size)
-        width = max(int(counts.max()) + tail.shape[-1] for _, counts, tail in parts)
-        tables = torch.zeros(layers, heads, requests, width, dtype=torch.int32)
-        for index, (units, counts, tail) in enumerate(parts):
-            row = tables[:, :, index]
-            if units is not None:
-                row[..., : units.shape[-1]] = units.clamp(min=0)
-            place = counts[..., None] + torch.arange(tail.shape[-1])
-            row.scatter_(2, place, tail.int())
-        total, first_rows = int(starts[requests]), torch.from_numpy(starts[: requests + 1])
-        virtual = [first_rows[:-1] + head * total for head in range(heads)]
-        ends = torch.tensor([heads * total], dtype=first_rows.dtype)
-        return cls(
-            space.flat,
-            heads,
-            tables.flatten(1, 2),
-            tokens.flatten(1, 2),
-            torch.cat([*virtual, ends]).int(),
-        )
-
-    def queries(self, query: Tensor, tokens: int) -> Tensor:
-        """[tokens, Hq, D] as [heads * tokens, Hq / heads, D]."""
-        split = query[:tokens].unflatten(1, (self.heads, -1))
-        return split.transpose(0, 1).flatten(0, 1).contiguous()
-
-    def restore(self, output: Any, target: Tensor, tokens: int) -> None:
-        """Write [heads * tokens, Hq / heads, D] back as [tokens, Hq, D] (or [tokens, Hq * D])."""
-        split = output.unflatten(0, (self.heads, tokens)).transpose(0, 1)
-        target[:tokens].view(tokens, *split.shape[1:]).copy_(split)

@@ -63,12 +63,12 @@ class UnitSpace:
         self.flat[target] = self.flat[source]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Holding:
     """Which unit holds which block, for each (layer, KV head) of one sequence.
 
     `units`, `blocks` [layers, heads, most]: unit numbers and original block ids, in no particular
-    order, the first `counts` [layers, heads] of each row valid, the rest -1.
+    order, the first `counts` [layers, heads] of each row valid, the rest -1. Equal only to itself.
     """
 
     units: Tensor

@@ -22,6 +22,7 @@ from nexus_vllm.engine.profiles import rank_heads, servable
 from nexus_vllm.engine.runners import Runner, adapt
 from nexus_vllm.engine.sequences import Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
+from nexus_vllm.engine.unit_batch import UnitTables
 from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction, StepPlan, StepReport
 
@@ -142,7 +143,7 @@ class EvictionWorker(PlatformWorker):
         self.evictor = Evictor(layers, self.eviction)
         self.uneven = UnevenEvictor(layers, self.eviction)
         for builder in builders:
-            builder.space = self.uneven.space
+            builder.tables = UnitTables(self.uneven.space)
         heads = rank_heads(self.vllm_config, get_tensor_model_parallel_rank())
         first = layers[0].index
         self.allocators = servable(self.vllm_config, (first, first + len(layers)), heads)
@@ -240,5 +241,11 @@ def _check_layer(name: str, layer: Any) -> None:
         raise compat.UnsupportedError(
             f"layer {name} uses ALiBi",
             "its bias depends on how many blocks lie between",
+            "serve this model without --kv-eviction",
+        )
+    if getattr(impl, "sinks", None) is not None:
+        raise compat.UnsupportedError(
+            f"layer {name} has attention sinks of its own",
+            "they are not part of the scores, and attention over units would mix up their heads",
             "serve this model without --kv-eviction",
         )

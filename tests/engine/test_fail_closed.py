@@ -212,6 +212,19 @@ def alibi() -> None:
 
 
 @scenario
+def attention_sinks() -> None:
+    impl = our_backend().get_impl_cls()
+    stock = impl.__init__
+
+    def with_sinks(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        self.sinks = object()
+
+    impl.__init__ = with_sinks
+    start()
+
+
+@scenario
 def sliding_window() -> None:
     configure("mistral")
 
@@ -561,6 +574,12 @@ def test_unbroken_the_same_engine_starts_and_evicts(outcomes: Outcomes) -> None:
             "Remedy: start with --kv-eviction",
         ),
         ("alibi", "uses ALiBi", "its bias depends on how many blocks lie between", WITHOUT),
+        (
+            "attention_sinks",
+            "layer model.layers.0.self_attn.attn has attention sinks of its own",
+            "they are not part of the scores",
+            WITHOUT,
+        ),
         (
             "sliding_window",
             "the model has layers with a sliding window of 64 tokens",
