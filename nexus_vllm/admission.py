@@ -53,9 +53,10 @@ def plans(
     )
 
 
-def most_tokens(pages: int, settings: Settings) -> int:
-    """How long a sequence that keeps everything may grow: what the pool holds."""
-    return pages * settings.block_size
+def largest_plan(prompt_tokens: int, settings: Settings, pages: int) -> EvictionPlan:
+    """The plan with the largest budget that a pool of `pages` always carries."""
+    plan = _plan(prompt_tokens, max(1, pages - 2), settings, streaming=True)
+    return replace(plan, interval=1, chunk=1)
 
 
 def most_pages(settings: Settings, max_model_len: int) -> int:

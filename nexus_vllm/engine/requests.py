@@ -55,14 +55,25 @@ def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
     params, pool = request.sampling_params, vllm_config.cache_config.num_gpu_blocks
     if params is None or not pool:
         return
+    from vllm.utils import length_from_prompt_token_ids_or_embeds
+
     # vLLM's front end sums up the pools of its data-parallel engines; one page is its null block.
     pages = pool // vllm_config.parallel_config.data_parallel_size - 1
     prompt = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     with _as_validation_error():
         directive = settings.directive(params.extra_args)
         found = plans(directive, prompt, params.max_tokens, settings, pages)
+        tokens = pages * settings.block_size
+        longest = vllm_config.model_config.max_model_len
+        if not found and request.resumable and tokens < longest:
+            raise DirectiveError(
+                "kv_budget",
+                str(directive.budget),
+                f"a session may grow to max_model_len={longest}, the pool holds {tokens} tokens",
+                "Give it a budget, such as 20%.",
+            )
     if not found:
-        params.max_tokens = min(params.max_tokens, pages * settings.block_size - prompt)
+        params.max_tokens = min(params.max_tokens, tokens - prompt)
 
 
 @contextmanager

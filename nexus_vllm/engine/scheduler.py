@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from nexus_vllm.admission import largest_plan, most_pages, plans
 from nexus_vllm.config import Directive, DirectiveError
 from nexus_vllm.engine import compat
 from nexus_vllm.engine.manager import EvictionManager, Hold
@@ -33,10 +34,10 @@ class Ledger:
     """One request: what it asked for and what its evictions did. No `hold`: never evicted."""
 
     directive: Directive
-    streaming: bool
     hold: Hold | None
     budget_blocks: int | None
     prompt_tokens: int
+    plans: list[EvictionPlan]
     event: int = 0
     eviction_steps: int = 0
     evicted_blocks: int = 0
@@ -46,11 +47,12 @@ class Ledger:
     def record(self, request_id: str, final_blocks: int, block_size: int) -> dict[str, Any]:
         """What the user is told, in the reply and at /kv_eviction/requests/{id}."""
         budget = self.budget_blocks
+        plan = self.hold.plan if self.hold else self.plans[0] if self.plans else None
         return {
             "request_id": request_id,
             "policy": self.directive.policy,
             "allocator": self.directive.allocator,
-            "prefill": "streaming" if self.streaming else "oneshot",
+            "prefill": "streaming" if plan and plan.streaming else "oneshot",
             "budget_tokens": None if budget is None else budget * block_size,
             "prompt_tokens": self.prompt_tokens,
             "eviction_steps": self.eviction_steps,
@@ -72,6 +74,14 @@ class EvictionSchedulerMixin(Scheduler):
         self._stopped: list[str] = []
         self._finished_records: list[dict[str, Any]] = []
         self._counts = _zero_counts()
+        most = most_pages(self.eviction, self.max_model_len)
+        logger.info(
+            "A sequence of %d tokens holds %d KV pages at most; the pool of %d carries %.1f.",
+            self.max_model_len,
+            most,
+            self._usable,
+            self._usable / most,
+        )
         logger.info(
             "KV eviction is on: policy %s, budget %s (a percentage never below %d tokens), "
             "allocator %s (profile %s), blocks of %d tokens, %s scheduling.",
@@ -83,6 +93,11 @@ class EvictionSchedulerMixin(Scheduler):
             self.eviction.block_size,
             "asynchronous" if isinstance(self, AsyncScheduler) else "synchronous",
         )
+
+    @property
+    def _usable(self) -> int:
+        """The pool's pages, without vLLM's null page."""
+        return int(self.pages.block_pool.num_gpu_blocks) - 1
 
     def _only_manager(self) -> EvictionManager:
         """Proof that our manager holds this model's pages; vLLM would serve unevicted without."""
@@ -118,25 +133,19 @@ class EvictionSchedulerMixin(Scheduler):
         super().add_request(request)
 
     def _open(self, request: "Request", directive: Directive) -> None:
-        prompt = request.num_prompt_tokens
-        budget = directive.budget_blocks(prompt, self.eviction)
-        size = self.pages.block_size
-        fits = prompt // size + 1 < self.pages.block_pool.num_gpu_blocks
-        streaming = directive.prefill == "streaming" or (directive.prefill == "auto" and not fits)
+        prompt, end = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
+        try:
+            found = plans(directive, prompt, request.max_tokens, self.eviction, self._usable)
+        except DirectiveError as error:  # as above: it must not wait forever
+            logger.error("%s: %s The largest budget applies.", request.request_id, error)
+            found = [largest_plan(prompt, self.eviction, self._usable)]
         hold = None
-        if budget is not None:
-            plan = EvictionPlan(
-                prompt_tokens=prompt,
-                budget=budget,
-                interval=self.eviction.interval // size,
-                chunk=self.eviction.chunk // size,
-                block_size=size,
-                streaming=streaming,
-            )
-            # A sequence that ends before its first eviction costs nothing: no window is recorded.
-            if request.resumable or plan.next_eviction(0) < prompt + request.max_tokens - 1:
-                hold = self.pages.holds[request.request_id] = Hold(plan)
-        self.ledgers[request.request_id] = Ledger(directive, streaming, hold, budget, prompt)
+        # A sequence that ends before its first eviction costs nothing: no window is recorded.
+        evicts = request.resumable or any(plan.next_eviction(0) < end - 1 for plan in found)
+        if found and evicts:
+            hold = self.pages.holds[request.request_id] = Hold(found[0])
+        budget = directive.budget_blocks(prompt, self.eviction)
+        self.ledgers[request.request_id] = Ledger(directive, hold, budget, prompt, found)
         policies = self._counts["requests"]
         policies[directive.policy] = policies.get(directive.policy, 0) + 1
 
@@ -239,16 +248,30 @@ class EvictionSchedulerMixin(Scheduler):
     def _get_local_prefix_cache_hit(
         self, request: "Request"
     ) -> "tuple[KVCacheBlocks, int, int, bool]":
-        """Cap hits so that the window before the first eviction is computed, not looked up."""
+        """Choose between one shot and streaming, and cap hits so that the window before the first
+        eviction is computed, not looked up."""
         blocks, hit, boundary, diverged = super()._get_local_prefix_cache_hit(request)
         hold = self.ledgers[request.request_id].hold
         if hold is None:
             return blocks, hit, boundary, diverged
+        self._choose_plan(request, hold, sum(b.ref_cnt > 0 for b in blocks.blocks[0]))
         size = self.pages.block_size
         most = max(0, hold.plan.next_eviction(0) - self.eviction.window) // size * size
         if hit > most:
             blocks, hit = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
         return blocks, hit, boundary, diverged
+
+    def _choose_plan(self, request: "Request", hold: Hold, shared: int) -> None:
+        """Where the server may choose: the first plan that fits in what is free now.
+
+        `shared`: pages of the prompt that others hold already. A preempted request keeps its plan.
+        """
+        found = self.ledgers[request.request_id].plans
+        if len(found) < 2 or request.num_preemptions:
+            return
+        room = self.pages.block_pool.get_num_free_blocks() + shared
+        fitting = [plan for plan in found if plan.most_blocks(request.num_tokens) <= room]
+        hold.plan = (fitting or found)[0]
 
     def _preempt_request(
         self, request: "Request", timestamp: float, drop_stale_output: bool = False
@@ -264,10 +287,14 @@ class EvictionSchedulerMixin(Scheduler):
         ledger = self.ledgers[session.request_id]
         ledger.prompt_tokens = session.num_prompt_tokens
         if ledger.hold is not None:
+            plan, start = ledger.hold.plan, session.num_computed_tokens
+            turn = -(-(session.num_prompt_tokens - start) // plan.block_size)
+            fits = plan.budget + turn + 1 <= self._usable
             ledger.hold.plan = replace(
-                ledger.hold.plan,
+                plan,
                 prompt_tokens=session.num_prompt_tokens,
-                turn_start=session.num_computed_tokens,
+                turn_start=start,
+                streaming=plan.streaming or not fits,
             )
 
     # Results

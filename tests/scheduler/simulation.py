@@ -10,6 +10,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from nexus_vllm.engine.cli import CONFIG_KEY
 from nexus_vllm.engine.evictor import Evictor, Layer
 from nexus_vllm.engine.layout import KeyLayout
 from nexus_vllm.engine.manager import EvictionSpec
+from nexus_vllm.engine.requests import fit
 from nexus_vllm.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
 from nexus_vllm.engine.sequences import Sequence, Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
@@ -187,6 +189,13 @@ class Memory:
                     self.check_block(request, block, space.flat[unit, 0])
 
 
+class NoMemory(Memory):
+    """For long runs that are about the scheduler alone."""
+
+    def execute(self, output: Any, requests: dict[str, Request]) -> None:
+        self.seen["evictions"] += len(compat.plan_of(output).evictions)
+
+
 class Simulation:
     """A scheduler, a memory, and requests to throw at them."""
 
@@ -202,6 +211,7 @@ class Simulation:
         max_seqs: int = 6,
         caching: bool = True,
         knobs: dict[str, Any] | None = None,
+        memory: type[Memory] = Memory,
     ) -> None:
         self.settings = Settings.from_source(
             knobs, policy="random", budget=budget, budget_floor=128, check_integrity=True
@@ -225,7 +235,7 @@ class Simulation:
             hash_block_size=BLOCK,
             log_stats=True,
         )
-        self.memory = Memory(pages, max_seqs, self.settings)
+        self.memory = memory(pages, max_seqs, self.settings)
         pool = self.scheduler.pages.block_pool
         self.memory.hashed = lambda: {
             b.block_id for b in pool.blocks if b.block_hash is not None or b.ref_cnt > 1
@@ -246,6 +256,10 @@ class Simulation:
             extra_args=directive or None,
         )
         params.update_from_generation_config({}, 1)
+        arriving = SimpleNamespace(
+            sampling_params=params, prompt_token_ids=prompt, prompt_embeds=None, resumable=False
+        )
+        fit(arriving, self.settings, self.config)  # as the front end does
         request = Request(request_id, prompt, params, None, block_hasher=self.hasher)
         self.requests[request_id] = request
         self.scheduler.add_request(request)

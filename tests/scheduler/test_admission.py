@@ -1,0 +1,123 @@
+"""Who is admitted to a pool, and that everybody who is gets to the end."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+
+from .simulation import BLOCK, NoMemory, Simulation
+
+BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+ARRIVALS = int(os.environ.get("NEXUS_ARRIVALS", "1500"))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(1000) for _ in range(length)]
+
+
+@BOTH
+def test_a_prompt_three_times_the_pool_is_served(model_path: Path, asynchronous: bool) -> None:
+    sim = Simulation(model_path, pages=21, budget="20%", asynchronous=asynchronous)
+    request_id = sim.add(prompt(1900), max_tokens=100)
+    sim.run()
+    told = sim.finished[request_id]
+    assert told["prefill"] == "streaming"
+    assert told["peak_blocks"] <= 20
+    assert told["final_blocks"] <= 1900 // 5 // BLOCK + 2
+
+
+@BOTH
+def test_auto_streams_while_the_pool_is_taken_and_not_else(
+    model_path: Path, asynchronous: bool
+) -> None:
+    sim = Simulation(model_path, pages=61, asynchronous=asynchronous, chunk=512)
+    full = sim.add(prompt(900), max_tokens=60, kv_budget="full")
+    while sim.requests[full].num_computed_tokens < 901:
+        sim.step()
+    squeezed = sim.add(prompt(1400, 1), max_tokens=20, kv_budget="128")
+    patient = sim.add(prompt(1400, 2), max_tokens=20, kv_budget="128", kv_prefill="oneshot")
+    while squeezed not in sim.finished:
+        sim.step()
+    assert full not in sim.finished
+    sim.run()
+    later = sim.add(prompt(1400, 3), max_tokens=20, kv_budget="128")
+    sim.run()
+    modes = [sim.finished[i]["prefill"] for i in (squeezed, patient, later)]
+    assert modes == ["streaming", "oneshot", "oneshot"]
+    assert all(request.num_preemptions == 0 for request in sim.requests.values())
+
+
+@pytest.mark.parametrize(
+    ("length", "directive", "message"),
+    [
+        (700, {"kv_budget": "full"}, "a prompt of 700 tokens needs all of its KV, the pool holds"),
+        (700, {"kv_policy": "none"}, "kv_budget='full' is not allowed: a prompt of 700 tokens"),
+        (700, {"kv_prefill": "oneshot"}, "a prompt of 700 tokens at once does not fit the pool of"),
+        (900, {"kv_budget": "640"}, "and the pool of 640 tokens carries 576 at most"),
+    ],
+)
+def test_what_never_fits_is_refused(
+    model_path: Path, length: int, directive: dict[str, str], message: str
+) -> None:
+    sim = Simulation(model_path, pages=21)
+    with pytest.raises(VLLMValidationError, match=message):
+        sim.add(prompt(length), **directive)
+
+
+def test_a_sequence_that_keeps_everything_ends_where_the_pool_does(model_path: Path) -> None:
+    sim = Simulation(model_path, pages=21, chunk=512)
+    request_id = sim.add(prompt(600), max_tokens=1000, kv_budget="full")
+    sim.run()
+    assert sim.requests[request_id].num_tokens == 20 * BLOCK
+    assert sim.requests[request_id].num_preemptions == 0
+    assert request_id in sim.finished
+
+
+@BOTH
+@pytest.mark.parametrize("pages", [9, 17, 34])
+def test_every_request_ends(model_path: Path, asynchronous: bool, pages: int) -> None:
+    """Random arrivals, budgets, modes, lengths, aborts on a tiny pool: nobody waits forever."""
+    rng = random.Random(pages)
+    sim = Simulation(
+        model_path,
+        pages=pages,
+        asynchronous=asynchronous,
+        max_seqs=8,
+        chunk=rng.choice([32, 256, 2048]),
+        memory=NoMemory,
+        knobs={"interval": rng.choice([32, 64]), "chunk": rng.choice([32, 512])},
+    )
+    live: dict[str, int] = {}
+    refused = aborted = steps = 0
+    while len(sim.requests) < ARRIVALS // 6:
+        if len(live) < 12 and rng.random() < 0.5:
+            shared = prompt(1900, rng.randrange(3))[: rng.randrange(1901)]
+            own = prompt(rng.randrange(1, 100), rng.randrange(10**6))
+            directive = {
+                "kv_budget": rng.choice(["full", "128", "160", "256", "20%", "70%"]),
+                "kv_prefill": rng.choice(["auto", "oneshot", "streaming"]),
+                "kv_policy": rng.choice(["random", "random", "none"]),
+            }
+            try:
+                tokens = rng.choice([1, 2, 40, 200])
+                live[sim.add((shared + own)[:1900], max_tokens=tokens, **directive)] = steps
+            except VLLMValidationError:
+                refused += 1
+        if live and rng.random() < 0.02:
+            gone = rng.choice(sorted(live))
+            sim.abort(gone)
+            del live[gone]
+            aborted += 1
+        sim.step()
+        steps += 1
+        for request_id in [i for i in live if i in sim.finished]:
+            del live[request_id]
+        assert not live or steps - min(live.values()) < 20_000, "somebody waits forever"
+    sim.run()
+    assert len(sim.finished) + aborted >= len(sim.requests)
+    assert sim.free_pages == pages - 1
+    assert sim.memory.seen["evictions"] > 0
+    assert refused > 0
