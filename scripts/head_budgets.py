@@ -170,6 +170,7 @@ class Engine:
 
         longest = max(options.lengths) + 512
         arguments = nexus_vllm.engine_args(
+            config=options.config,
             policy="nexus",
             budget="full",
             budget_floor=(1 + 2 + 1) * BLOCK,
@@ -392,6 +393,7 @@ def main() -> int:
         "--allocators", nargs="+", default=["uniform", "pyramid", "ada", "cake", "global"]
     )
     parser.add_argument("--policies", nargs="+", default=["nexus", "streaming-llm", "random"])
+    parser.add_argument("--config", help="as --kv-eviction-config, to try other settings")
     parser.add_argument("--texts", type=Path, default=default_cache_dir() / "texts")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
