@@ -293,6 +293,9 @@ async def measure(options: argparse.Namespace) -> list[Cell]:
             for length in options.lengths:
                 runs = plan(options, profile, first=number == 0)
                 cells += await _measure_length(engine, options.model, length, texts[length], runs)
+                if options.json:
+                    told = json.dumps([asdict(cell) for cell in cells], indent=1)
+                    options.json.write_text(told + "\n")
         finally:
             engine.engine.shutdown()
     return cells
@@ -404,8 +407,6 @@ def main() -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     cells = asyncio.run(measure(options))
     print(table(cells))
-    if options.json:
-        options.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
     return 0
 
 
