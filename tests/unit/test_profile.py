@@ -126,7 +126,12 @@ def check(made: Profile, **changes: Any) -> None:
 
 def test_check_accepts_the_same_model_wherever_it_lies() -> None:
     check(profile())
-    check(profile(), model=dataclasses.replace(FACTS, name="/cache/models/tiny-1m"))
+    for name in (
+        "/cache/models/tiny-1m",
+        "tiny-1m/",
+        "/root/.cache/huggingface/hub/models--org--Tiny-1M/snapshots/0123abcd",
+    ):
+        check(profile(), model=dataclasses.replace(FACTS, name=name))
 
 
 @pytest.mark.parametrize(
