@@ -334,13 +334,13 @@ class Settings(BaseModel):
             return self.allocator
         value = xargs["kv_allocator"]
         name = value.strip().lower() if isinstance(value, str) else None
-        known = [known for known in ALLOCATORS if known != "lu" or self.profile]
+        known = ["auto", *(known for known in ALLOCATORS if known != "lu" or self.profile)]
         if name not in known:
             raise DirectiveError(
                 "kv_allocator",
                 value,
                 "the allocators are " + ", ".join(known),
-                "Name one of them. 'lu' needs a server started with --kv-profile."
+                "Name one of them. 'lu' needs a server that has a profile (--kv-profile)."
                 if name == "lu"
                 else "Name one of them, or leave it out for the server's default.",
             )
@@ -372,11 +372,11 @@ def presets() -> list[str]:
 
 
 def config_folder() -> Path:
-    """Presets and profiles: `nexus_vllm.configs` where installed, configs/ in a bare checkout."""
-    try:
-        return Path(str(resources.files("nexus_vllm.configs")))
-    except ModuleNotFoundError:
-        return Path(__file__).resolve().parent.parent / "configs"
+    """Presets and profiles: configs/ in a checkout, `nexus_vllm.configs` where installed."""
+    sibling = Path(__file__).resolve().parent.parent / "configs"
+    if (sibling / "nexus.yaml").is_file():
+        return sibling
+    return Path(str(resources.files("nexus_vllm.configs")))
 
 
 def _load(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:

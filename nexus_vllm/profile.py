@@ -25,7 +25,10 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Which model. `name` is a hub id or a path; only its last component is kept and compared."""
+    """Which model. `name` is a hub id or a path; only its last component is kept and compared.
+
+    Of a path in the Hugging Face cache (models--OWNER--NAME/snapshots/...) that is NAME.
+    """
 
     name: str
     layers: int
@@ -33,7 +36,10 @@ class ModelFacts:
     head_size: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", self.name.rstrip("/").rsplit("/", 1)[-1])
+        parts = [part for part in self.name.split("/") if part]
+        hub = [part for part in parts if part.startswith("models--")]
+        name = hub[-1].rsplit("--", 1)[-1] if hub else parts[-1]
+        object.__setattr__(self, "name", name)
 
     @property
     def fingerprint(self) -> str:

@@ -3,6 +3,7 @@
 
     scripts/prepare_texts.py                # once: the essays that the facts are hidden in
     scripts/head_budgets.py MODEL [--profile FILE ...] [--lengths 1024 2048] [--json FILE]
+    scripts/head_budgets.py --report FILE ...
 
 Facts, word lists and real sentences are asked for in vLLM itself, offline, with pages really freed.
 Everything is asked in two turns of a session (vLLM's streaming input), the eviction in between.
@@ -94,14 +95,16 @@ class Haystack:
 class Method:
     policy: str
     allocator: str
-    profile: str | None = None  # the file, for lu
+    profile: str = ""  # for lu: which one, if there are several
 
     @property
     def label(self) -> str:
         if self.policy == "none":
             return "full cache"
-        how = f"lu ({Path(self.profile).stem})" if self.profile else self.allocator
-        return f"{self.policy}, {how}"
+        return f"{self.policy}, {self.allocator}" + (f" ({self.profile})" if self.profile else "")
+
+
+FULL = Method("none", "uniform")
 
 
 def haystacks(tokenizer: Any, texts: Path, length: int, count: int, seed: int) -> list[Haystack]:
@@ -170,6 +173,7 @@ class Engine:
 
         longest = max(options.lengths) + 512
         arguments = nexus_vllm.engine_args(
+            config=options.config,
             policy="nexus",
             budget="full",
             budget_floor=(1 + 2 + 1) * BLOCK,
@@ -258,13 +262,18 @@ class Cell:
         return statistics.mean(a[0 if name == "fact" else 1] for a in self.answers[name])
 
     @property
+    def column(self) -> tuple[str, int, float]:
+        return self.model, self.length, self.share
+
+    @property
     def score(self) -> float:
         return statistics.mean(self.task(name) for name in TASKS)
 
 
 def plan(options: argparse.Namespace, profile: str | None, first: bool) -> list[Any]:
     """(method, share, setting) to run on an engine with this profile."""
-    lu = [Method(policy, "lu", profile) for policy in options.policies] if profile else []
+    tag = Path(profile).stem if profile and not first else ""
+    lu = [Method(policy, "lu", tag) for policy in options.policies] if profile else []
     rest = []
     if first:
         rest = [Method("nexus", name) for name in options.allocators]
@@ -273,8 +282,7 @@ def plan(options: argparse.Namespace, profile: str | None, first: bool) -> list[
     shares = options.shares
     runs = [(m, share, "later") for m, share in itertools.product(rest + lu, shares)]
     runs += [(m, share, "inside") for m, share in itertools.product(inside, shares)]
-    full = Method("none", "uniform")
-    return ([(full, 1.0, "later"), (full, 1.0, "inside")] if first else []) + runs
+    return ([(FULL, 1.0, "later"), (FULL, 1.0, "inside")] if first else []) + runs
 
 
 async def measure(options: argparse.Namespace) -> list[Cell]:
@@ -292,6 +300,9 @@ async def measure(options: argparse.Namespace) -> list[Cell]:
             for length in options.lengths:
                 runs = plan(options, profile, first=number == 0)
                 cells += await _measure_length(engine, options.model, length, texts[length], runs)
+                if options.json:
+                    told = json.dumps([asdict(cell) for cell in cells], indent=1)
+                    options.json.write_text(told + "\n")
         finally:
             engine.engine.shutdown()
     return cells
@@ -300,14 +311,13 @@ async def measure(options: argparse.Namespace) -> list[Cell]:
 async def _measure_length(
     engine: Engine, model: str, length: int, texts: list[Haystack], runs: list[Any]
 ) -> list[Cell]:
-    full = Method("none", "uniform")
     results: dict[Any, dict[str, list[tuple[float, float]]]] = {
         run: {task: [] for task in TASKS} for run in runs
     }
     for number, haystack in enumerate(texts):
         begin = time.monotonic()
         first = haystack.questions[0]
-        await engine.ask(haystack, first, full, 1.0, "inside")  # fills the prefix cache
+        await engine.ask(haystack, first, FULL, 1.0, "inside")  # fills the prefix cache
         jobs = list(itertools.product(runs, haystack.questions))
         asked = await asyncio.gather(*(engine.ask(haystack, q, *run) for run, q in jobs))
         trace = await engine.evictions()
@@ -349,41 +359,44 @@ def _prove(
 
 
 def table(cells: list[Cell]) -> str:
-    """One table per model, length and setting: score by method and share, and its part of full."""
+    """One table per setting: how much of the full cache's score is left, by method and column."""
     lines = []
-    for key, group in itertools.groupby(
-        sorted(cells, key=lambda c: (c.model, c.length, c.setting != "later")),
-        key=lambda c: (c.model, c.length, c.setting),
-    ):
-        own = list(group)
-        full = next(c for c in own if c.method == "full cache")
-        shares = sorted({c.share for c in own if c is not full})
-        counts = ", ".join(f"{len(full.answers[task])} {task}" for task in TASKS)
+    for setting in dict.fromkeys(cell.setting for cell in cells):
+        own = [cell for cell in cells if cell.setting == setting]
+        full = {(c.model, c.length): c for c in own if c.method == FULL.label}
+        columns = list(dict.fromkeys(c.column for c in own if c.method != FULL.label))
+        counts = {tuple(len(c.answers[task]) for task in TASKS) for c in own}
+        scores = " | ".join(f"{full[column[:2]].score:.2f}" for column in columns)
         lines += [
             "",
-            f"{key[0]}, {key[1]} tokens, question {key[2]} ({counts}). Score (of full): "
-            "fact / copy / quote",
+            f"Question {setting}; {', '.join(TASKS)}: {', '.join(map(str, sorted(counts)))}",
             "",
-            "| method | " + " | ".join(f"{share:.0%}" for share in shares) + " |",
-            "|---|" + "---|" * len(shares),
-            "| full cache | " + " | ".join([_shown(full, full)] * len(shares)) + " |",
+            "| | " + " | ".join(f"{m} {length}, {s:.0%}" for m, length, s in columns) + " |",
+            "|---|" + "---|" * len(columns),
+            f"| full cache (score) | {scores} |",
         ]
-        for method in dict.fromkeys(c.method for c in own if c is not full):
-            row = [next(c for c in own if (c.method, c.share) == (method, s)) for s in shares]
-            lines.append(f"| {method} | " + " | ".join(_shown(c, full) for c in row) + " |")
+        for method in dict.fromkeys(c.method for c in own if c.method != FULL.label):
+            row = {c.column: c for c in own if c.method == method}
+            shown = [
+                f"{row[column].score / full[column[:2]].score:.0%}" if column in row else "-"
+                for column in columns
+            ]
+            lines.append(f"| {method} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
-
-
-def _shown(cell: Cell, full: Cell) -> str:
-    tasks = " / ".join(f"{cell.task(name):.2f}" for name in TASKS)
-    return f"{cell.score:.2f} ({cell.score / full.score:.0%}): {tasks}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="folder or hub id of the model")
+    parser.add_argument("model", nargs="?", help="folder or hub id of the model")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="only print tables of these --json files",
+    )
     parser.add_argument("--profile", action="append", help="profile for lu; may be given again")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2, 0.4])
@@ -392,18 +405,23 @@ def main() -> int:
         "--allocators", nargs="+", default=["uniform", "pyramid", "ada", "cake", "global"]
     )
     parser.add_argument("--policies", nargs="+", default=["nexus", "streaming-llm", "random"])
+    parser.add_argument("--config", help="as --kv-eviction-config, to try other settings")
     parser.add_argument("--texts", type=Path, default=default_cache_dir() / "texts")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every cell here")
     options = parser.parse_args()
+    if options.report:
+        told = [json.loads(path.read_text()) for path in options.report]
+        print(table([Cell(**cell) for cell in itertools.chain(*told)]))
+        return 0
+    if options.model is None:
+        parser.error("name a MODEL, or --report FILE")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     cells = asyncio.run(measure(options))
     print(table(cells))
-    if options.json:
-        options.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
     return 0
 
 

@@ -74,7 +74,10 @@ def prepare_engine_args(engine_args: Any, settings: Settings) -> None:
 
 
 def check_config(vllm_config: "VllmConfig") -> None:
-    """Refuse what eviction cannot serve, then choose the scheduler. Raises UnsupportedError."""
+    """Refuse what eviction cannot serve, then settle the profile and choose the scheduler.
+
+    Raises UnsupportedError.
+    """
     for found, needed, remedy in [*drifted(), *refusals(vllm_config)]:
         raise UnsupportedError(found, needed, remedy)
     from nexus_vllm.engine import profiles  # imports this module

@@ -124,6 +124,7 @@ def _overrides() -> list[tuple[type, type]]:
 
 
 def _calls() -> dict[type, tuple[str, ...]]:
+    from vllm.config import ModelConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -144,9 +145,14 @@ def _calls() -> dict[type, tuple[str, ...]]:
             "append_block_ids(req_index, new_block_ids, overwrite)",
             "apply_staged_writes",
         ),
+        ModelConfig: ("get_total_num_hidden_layers", "get_total_num_kv_heads", "get_head_size"),
         CommonAttentionMetadata: (
             "replace",
             "num_reqs",
+            "num_actual_tokens",
+            "max_query_len",
+            "causal",
+            "query_start_loc",
             "req_idx",
             "block_table_tensor",
             "seq_lens",

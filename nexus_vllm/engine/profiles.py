@@ -29,10 +29,13 @@ def settle(vllm_config: "VllmConfig") -> Settings:
             raise UnsupportedError(
                 f"--kv-profile {settings.profile}: {error}",
                 "shares are those of one model, score and block size",
-                "give the file that `nexus-vllm profile MODEL` makes for them, or drop the flag",
+                "give the file that `nexus-vllm profile MODEL` makes for them, or no profile",
             ) from None
         return settings
-    shipped = fitting(config_folder() / "profiles", *fits)
+    try:
+        shipped = fitting(config_folder() / "profiles", *fits)
+    except ValueError as error:
+        raise UnsupportedError(str(error), "it ships whole", "install nexus-vllm again") from None
     if shipped is not None:
         return Settings.from_source(settings.to_json(), profile=str(shipped))
     if settings.allocator == "lu":
@@ -49,8 +52,9 @@ def _facts(
 ) -> tuple[ModelFacts, str, dict[str, Any], int]:
     """What a profile must have been made for: the arguments of `Profile.check`."""
     model = vllm_config.model_config
+    folder = Path(model.model)
     facts = ModelFacts(
-        model.model,
+        str(folder.absolute()) if folder.is_dir() else model.model,
         model.get_total_num_hidden_layers(),
         model.get_total_num_kv_heads(),
         model.get_head_size(),

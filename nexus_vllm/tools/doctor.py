@@ -345,7 +345,9 @@ def engine(model: str, options: list[str]) -> Iterator[Finding]:
     if not told:
         yield Finding(section, "support", "nothing in its configuration is refused", True)
     yield Finding(
-        section, "layers", "checked at start: the kind of each layer's KV cache, ALiBi, key order"
+        section,
+        "layers",
+        "checked at start: each layer's KV cache, ALiBi, sinks, key order",
     )
 
 
@@ -357,7 +359,7 @@ def _configured(model: str, options: list[str]) -> tuple[Any, list[tuple[str, st
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from nexus_vllm.engine import cli, compat
+    from nexus_vllm.engine import cli, compat, profiles
 
     engine_args = AsyncEngineArgs.from_cli_args(_parse(model, options))
     settings = cli.active_settings(engine_args.additional_config)
@@ -372,7 +374,12 @@ def _configured(model: str, options: list[str]) -> tuple[Any, list[tuple[str, st
         refused = []
     create_engine_config = inspect.unwrap(AsyncEngineArgs.create_engine_config)
     config = create_engine_config(engine_args, UsageContext.OPENAI_API_SERVER)
-    return config, refused + compat.refusals(config)
+    refused += compat.refusals(config)
+    try:
+        profiles.settle(config)
+    except compat.UnsupportedError as error:
+        refused.append(error.refusal)
+    return config, refused
 
 
 def _parse(model: str, options: list[str]) -> argparse.Namespace:

@@ -1,8 +1,9 @@
 """`nexus-vllm profile MODEL`: measure how many blocks each (layer, KV head) of a model deserves.
 
-LU-KV's protocol (arXiv 2602.08585) on the CPU, with transformers: ask questions about contexts,
-see which blocks the answers needed, and deal a budget out so that least is lost under the policy's
-ranking. `--oracle replay` is the cheaper source: let the model repeat each context.
+On the CPU, with transformers: let the model repeat each context and let all blocks of all heads
+compete by the largest attention they get. `--oracle future` is LU-KV's own protocol (arXiv
+2602.08585): ask questions about the contexts, see which blocks the answers needed, and deal a
+budget out so that least is lost under the policy's ranking. docs/head-budgets.md compares them.
 """
 
 import argparse
@@ -34,8 +35,9 @@ def add_to(commands: Any) -> None:
     option(
         "--oracle",
         choices=("future", "replay"),
-        default="future",
-        help="what answers look at, or (cheaper) what repeating the context looks at",
+        default="replay",
+        help="what repeating the context looks at (the default: it served better and takes less "
+        "time), or what answers to questions look at",
     )
     option("--contexts", nargs="+", type=Path, default=[], metavar="FILE", help="UTF-8 texts")
     option("--synthetic", type=int, default=2, metavar="N", help="made contexts without files (2)")

@@ -35,7 +35,13 @@ def stock(mode: Mode, engines: Engines) -> Engine:
     return engines(mode)
 
 
-NEXUS = {"budget": "full", "chunk": 64, "trace": True, "check_integrity": True}
+NEXUS = {
+    "budget": "full",
+    "allocator": "uniform",  # the bundled model ships with a profile: the default would be lu
+    "chunk": 64,
+    "trace": True,
+    "check_integrity": True,
+}
 
 
 @pytest.fixture

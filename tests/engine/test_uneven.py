@@ -21,7 +21,7 @@ PROMPT = 295
 DECODED = 72
 TOLERANCE = 5e-4
 BLOCK = 32
-ALLOCATORS = ("global", "ada", "pyramid")
+ALLOCATORS = ("lu", "global", "ada")
 
 
 @pytest.fixture(scope="module")

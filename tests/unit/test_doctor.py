@@ -246,7 +246,8 @@ def test_a_model_and_options_that_would_be_refused(tmp_path: Path) -> None:
     config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     path = model(tmp_path, **config, sliding_window=64)
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    code, findings = examined(path, "--", "--speculative-config", json.dumps(drafts))
+    options = ["--speculative-config", json.dumps(drafts), "--kv-allocator", "lu"]
+    code, findings = examined(path, "--", *options)
     assert code == 1
     assert refused(findings) == [
         [
@@ -260,6 +261,12 @@ def test_a_model_and_options_that_would_be_refused(tmp_path: Path) -> None:
             "speculative decoding",
             "drafts are not supported by this release",
             "drop --speculative-config",
+        ],
+        [
+            "support",
+            "--kv-allocator lu without a profile",
+            f"none is shipped for {tmp_path.name} with this score and block size",
+            "make one with `nexus-vllm profile MODEL` and pass it as --kv-profile FILE",
         ],
     ]
 

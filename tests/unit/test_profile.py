@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nexus_vllm import policies
+from nexus_vllm.config import Settings, config_folder
 from nexus_vllm.profile import ModelFacts, Origin, Profile, average, fitting, rank_correlation
 
 FACTS = ModelFacts("org/Tiny-1M", layers=2, kv_heads=3, head_size=8)
@@ -124,7 +126,12 @@ def check(made: Profile, **changes: Any) -> None:
 
 def test_check_accepts_the_same_model_wherever_it_lies() -> None:
     check(profile())
-    check(profile(), model=dataclasses.replace(FACTS, name="/cache/models/tiny-1m"))
+    for name in (
+        "/cache/models/tiny-1m",
+        "tiny-1m/",
+        "/root/.cache/huggingface/hub/models--org--Tiny-1M/snapshots/0123abcd",
+    ):
+        check(profile(), model=dataclasses.replace(FACTS, name=name))
 
 
 @pytest.mark.parametrize(
@@ -163,6 +170,15 @@ def test_a_folder_s_fitting_profile_is_found_and_a_broken_one_is_not_passed_over
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(ValueError, match=r"a\.json"):
         fitting(tmp_path, *facts)
+
+
+@pytest.mark.parametrize("path", sorted((config_folder() / "profiles").glob("*.json")), ids=str)
+def test_a_shipped_profile_is_found_for_its_model_under_the_default_settings(path: Path) -> None:
+    settings = Settings()
+    model = Profile.load(path).model
+    assert model.name == path.stem
+    parameters = dataclasses.asdict(policies.make("nexus", settings))  # type: ignore[call-overload]
+    assert fitting(path.parent, model, "nexus", parameters, settings.block_size) == path
 
 
 def edited(**changes: Any) -> Any:

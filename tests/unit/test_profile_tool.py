@@ -293,7 +293,8 @@ def test_the_command_measures_given_files(
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(profile, "_load", lambda _: (watched(), Words()))
     out = tmp_path / "out.json"
-    options = "--context-tokens 160 --queries 3 --answer-tokens 2 --score-parameter lam=0.25"
+    options = "--oracle future --context-tokens 160 --queries 3 --answer-tokens 2"
+    options += " --score-parameter lam=0.25"
     files = ["--contexts", str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
     assert cli.main(["profile", "some/tiny", "--out", str(out), *options.split(), *files]) == 0
     made = Profile.load(out)
