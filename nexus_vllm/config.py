@@ -192,6 +192,9 @@ class Settings(BaseModel):
     temperature: float = Field(default=0.1, ge=0, le=100, allow_inf_nan=False)
     seed: int = Field(default=0, ge=0, le=MAX_SEED, strict=True)
     # When
+    trigger: Literal["budget", "pressure"] = "budget"
+    high_water: float = Field(default=0.9, gt=0, le=1, allow_inf_nan=False)
+    low_water: float = Field(default=0.8, ge=0, le=1, allow_inf_nan=False)
     interval: int = Field(default=32, ge=1, le=MAX_BUDGET, strict=True)
     chunk: int = Field(default=512, ge=1, le=MAX_BUDGET, strict=True)
     prefill: Literal["auto", "oneshot", "streaming"] = "auto"
@@ -218,6 +221,8 @@ class Settings(BaseModel):
         def refuse(field: str, value: object, limit: str) -> None:
             raise PydanticCustomError("consistent", f"{field}={value} is not allowed: {limit}")
 
+        if self.low_water > self.high_water:
+            refuse("low_water", self.low_water, f"use high_water={self.high_water} or less")
         if self.block_size != 32 and not self.force_block_size:
             refuse("block_size", self.block_size, "use 32, or set force_block_size: true")
         for name in ("interval", "chunk"):

@@ -38,6 +38,7 @@ class Ledger:
     budget_blocks: int | None
     prompt_tokens: int
     plans: list[EvictionPlan]
+    first_computed: int = 0  # tokens that were not computed but found in the prefix cache
     event: int = 0
     eviction_steps: int = 0
     evicted_blocks: int = 0
@@ -153,14 +154,14 @@ class EvictionSchedulerMixin(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> "SchedulerOutput":
         """vLLM's step, preceded by the slides that are due; the plan rides on its output."""
-        evictions = self._evict_due()
+        lazy = self.eviction.trigger == "pressure"
+        evictions = self._relieve() if lazy else self._evict_due()
         output = super().schedule(throttle_prefills)
         # Preempted within this very step: its pages may already be somebody else's.
         evictions = [e for e in evictions if e.request_id not in self._stopped]
         for eviction in evictions:
             self._book_eviction(eviction)
-        started = [new.req_id for new in output.scheduled_new_reqs]
-        started += output.scheduled_cached_reqs.resumed_req_ids
+        started = self._started(output)
         plan = StepPlan(
             started=[i for i in started if self._never_evicted(i)],
             stopped=self._stopped,
@@ -175,6 +176,19 @@ class EvictionSchedulerMixin(Scheduler):
         if self.eviction.check_integrity:
             self.pages.check_integrity()
         return output
+
+    def _started(self, output: "SchedulerOutput") -> list[str]:
+        """Requests that are computed from their first token on, or from their prefix hit on."""
+        cached = output.scheduled_cached_reqs
+        starts = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        starts += [
+            (request_id, start)
+            for request_id, start in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            if request_id in cached.resumed_req_ids
+        ]
+        for request_id, start in starts:
+            self.ledgers[request_id].first_computed = start
+        return [request_id for request_id, _ in starts]
 
     def _never_evicted(self, request_id: str) -> bool:
         hold = self.ledgers[request_id].hold
@@ -196,28 +210,78 @@ class EvictionSchedulerMixin(Scheduler):
             computed = request.num_computed_tokens
             if computed < hold.plan.next_eviction(hold.released) or self._has_computed_all(request):
                 continue
-            released, target = hold.released, hold.plan.target(computed)
-            full = computed // self.pages.block_size
-            slide = self.pages.slide(request.request_id, target, full)
-            if slide is None:
-                self._counts["postponed"] += 1
-                continue
-            evictions.append(
-                Eviction(
-                    request_id=request.request_id,
-                    policy=ledger.directive.policy,
-                    allocator=ledger.directive.allocator,
-                    seed=ledger.directive.seed,
-                    event=ledger.event,
-                    computed=computed,
-                    released=released,
-                    target=target,
-                    pages=slide.pages,
-                    kept_pages=slide.kept_pages,
-                    tail_pages=slide.tail_pages,
-                )
-            )
+            if eviction := self._slide(request, ledger, hold):
+                evictions.append(eviction)
         return evictions
+
+    def _slide(self, request: "Request", ledger: Ledger, hold: Hold) -> Eviction | None:
+        """Shrink a sequence to its budget now; None, counted, where that is impossible."""
+        computed = request.num_computed_tokens
+        released, target = hold.released, hold.plan.target(computed)
+        full = computed // self.pages.block_size
+        slide = self.pages.slide(request.request_id, target, full)
+        if slide is None:
+            self._counts["postponed"] += 1
+            return None
+        return Eviction(
+            request_id=request.request_id,
+            policy=ledger.directive.policy,
+            allocator=ledger.directive.allocator,
+            seed=ledger.directive.seed,
+            event=ledger.event,
+            computed=computed,
+            released=released,
+            target=target,
+            pages=slide.pages,
+            kept_pages=slide.kept_pages,
+            tail_pages=slide.tail_pages,
+        )
+
+    def _relieve(self) -> list[Eviction]:
+        """Under the pressure trigger: shrink whoever is furthest over budget, if pages run short.
+
+        Short is more than `high_water` of the pool taken, or less free than this step and the next
+        waiting request need; it ends at `low_water` and when both are served.
+        """
+        pool, usable = self.pages.block_pool, self._usable
+        wanted = self._demand()
+        if pool.get_num_free_blocks() >= max(wanted, usable * (1 - self.eviction.high_water)):
+            return []
+        wanted = max(wanted, int(usable * (1 - self.eviction.low_water)))
+        over = []
+        for request in (*self.running, *self.kv_holding_waiting):
+            ledger, computed = self.ledgers[request.request_id], request.num_computed_tokens
+            hold = ledger.hold
+            # The newest queries must have been computed, not found in the prefix cache.
+            if hold is None or computed - ledger.first_computed < self.eviction.window:
+                continue
+            excess = hold.plan.target(computed) - hold.released
+            if excess > 0 and not self._has_computed_all(request):
+                over.append((excess, request, ledger, hold))
+        over.sort(key=lambda entry: -entry[0])
+        evictions = []
+        for _, request, ledger, hold in over:
+            if pool.get_num_free_blocks() >= wanted:
+                break
+            if eviction := self._slide(request, ledger, hold):
+                evictions.append(eviction)
+        return evictions
+
+    def _demand(self) -> int:
+        """Pages that this step and the first waiting request may take, at most."""
+        size = self.pages.block_size
+        pages, tokens = 0, self.max_num_scheduled_tokens
+        for request in self.running:
+            new = min(tokens, request.num_tokens + 1 - request.num_computed_tokens)
+            tokens -= new
+            held = len(self.pages.req_to_blocks[request.request_id])
+            pages += max(0, -(-(request.num_computed_tokens + new) // size) - held)
+        if self.waiting:
+            request = self.waiting.peek_request()
+            hold = self.ledgers[request.request_id].hold
+            whole = -(-request.num_tokens // size)
+            pages += hold.plan.most_blocks(request.num_tokens) if hold else whole
+        return min(pages, self._usable)
 
     @staticmethod
     def _has_computed_all(request: "Request") -> bool:
@@ -240,10 +304,18 @@ class EvictionSchedulerMixin(Scheduler):
         tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         hold = self.ledgers[request.request_id].hold
         if hold is not None:
+            if self.eviction.trigger == "pressure":
+                return max(1, min(tokens, self._room(request, num_computed_tokens)))
             due = hold.plan.next_eviction(hold.released) - num_computed_tokens
             if due > 0:
                 tokens = min(tokens, due)
         return tokens
+
+    def _room(self, request: "Request", computed: int) -> int:
+        """Tokens that fit in the sequence's own pages and the free ones."""
+        held = len(self.pages.req_to_blocks.get(request.request_id, ()))
+        free = self.pages.block_pool.get_num_free_blocks()
+        return (held + free) * self.pages.block_size - computed
 
     def _get_local_prefix_cache_hit(
         self, request: "Request"
@@ -257,7 +329,8 @@ class EvictionSchedulerMixin(Scheduler):
         self._choose_plan(request, hold, sum(b.ref_cnt > 0 for b in blocks.blocks[0]))
         size = self.pages.block_size
         most = max(0, hold.plan.next_eviction(0) - self.eviction.window) // size * size
-        if hit > most:
+        lazy = self.eviction.trigger == "pressure" and request.num_tokens < self._usable * size
+        if hit > most and not lazy:
             blocks, hit = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
         return blocks, hit, boundary, diverged
 

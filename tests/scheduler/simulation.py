@@ -248,7 +248,14 @@ class Simulation:
         self.requests: dict[str, Request] = {}
         self._ids = itertools.count()
 
-    def add(self, prompt: list[int], max_tokens: int | None = None, **directive: str) -> str:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int | None = None,
+        checked: bool = True,
+        **directive: str,
+    ) -> str:
+        """Send a request in; `checked` as the front end does, or past it."""
         request_id = f"r{next(self._ids)}"
         params = SamplingParams(
             max_tokens=max_tokens or self.max_tokens,
@@ -259,7 +266,8 @@ class Simulation:
         arriving = SimpleNamespace(
             sampling_params=params, prompt_token_ids=prompt, prompt_embeds=None, resumable=False
         )
-        fit(arriving, self.settings, self.config)  # as the front end does
+        if checked:
+            fit(arriving, self.settings, self.config)
         request = Request(request_id, prompt, params, None, block_hasher=self.hasher)
         self.requests[request_id] = request
         self.scheduler.add_request(request)

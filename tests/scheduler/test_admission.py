@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.core.kv_cache_utils import check_enough_kv_cache_memory
 
 from .simulation import BLOCK, NoMemory, Simulation
 
@@ -27,6 +28,20 @@ def test_a_prompt_three_times_the_pool_is_served(model_path: Path, asynchronous:
     assert told["prefill"] == "streaming"
     assert told["peak_blocks"] <= 20
     assert told["final_blocks"] <= 1900 // 5 // BLOCK + 2
+
+
+def test_a_server_starts_with_room_for_one_sequence_under_its_budget(model_path: Path) -> None:
+    """2,048 tokens at 20 %: 12 blocks, 2 of a chunk, one being filled; and vLLM's null page."""
+    sim = Simulation(model_path, budget="20%", knobs={"chunk": 64})
+    spec = sim.scheduler.pages.kv_cache_spec
+    specs = {"layer": spec}
+    check_enough_kv_cache_memory(sim.config, dict(specs), 16 * spec.page_size_bytes)
+    with pytest.raises(ValueError, match="KV cache"):
+        check_enough_kv_cache_memory(sim.config, dict(specs), 15 * spec.page_size_bytes)
+    full = Simulation(model_path, budget="full")
+    with pytest.raises(ValueError, match="KV cache"):
+        check_enough_kv_cache_memory(full.config, dict(specs), 64 * spec.page_size_bytes)
+    check_enough_kv_cache_memory(full.config, dict(specs), 65 * spec.page_size_bytes)
 
 
 @BOTH
@@ -67,6 +82,16 @@ def test_what_never_fits_is_refused(
         sim.add(prompt(length), **directive)
 
 
+@pytest.mark.parametrize("directive", [{"kv_budget": "full"}, {"kv_budget": "1024"}])
+def test_what_slipped_past_the_front_end_does_not_wait_forever(
+    model_path: Path, directive: dict[str, str]
+) -> None:
+    sim = Simulation(model_path, pages=21)
+    request_id = sim.add(prompt(1200), max_tokens=40, checked=False, **directive)
+    sim.run()
+    assert sim.finished[request_id]["peak_blocks"] <= 20
+
+
 def test_a_sequence_that_keeps_everything_ends_where_the_pool_does(model_path: Path) -> None:
     sim = Simulation(model_path, pages=21, chunk=512)
     request_id = sim.add(prompt(600), max_tokens=1000, kv_budget="full")
@@ -77,8 +102,9 @@ def test_a_sequence_that_keeps_everything_ends_where_the_pool_does(model_path: P
 
 
 @BOTH
+@pytest.mark.parametrize("trigger", ["budget", "pressure"])
 @pytest.mark.parametrize("pages", [9, 17, 34])
-def test_every_request_ends(model_path: Path, asynchronous: bool, pages: int) -> None:
+def test_every_request_ends(model_path: Path, asynchronous: bool, trigger: str, pages: int) -> None:
     """Random arrivals, budgets, modes, lengths, aborts on a tiny pool: nobody waits forever."""
     rng = random.Random(pages)
     sim = Simulation(
@@ -88,11 +114,15 @@ def test_every_request_ends(model_path: Path, asynchronous: bool, pages: int) ->
         max_seqs=8,
         chunk=rng.choice([32, 256, 2048]),
         memory=NoMemory,
-        knobs={"interval": rng.choice([32, 64]), "chunk": rng.choice([32, 512])},
+        knobs={
+            "trigger": trigger,
+            "interval": rng.choice([32, 64]),
+            "chunk": rng.choice([32, 512]),
+        },
     )
     live: dict[str, int] = {}
     refused = aborted = steps = 0
-    while len(sim.requests) < ARRIVALS // 6:
+    while len(sim.requests) < ARRIVALS // 12:
         if len(live) < 12 and rng.random() < 0.5:
             shared = prompt(1900, rng.randrange(3))[: rng.randrange(1901)]
             own = prompt(rng.randrange(1, 100), rng.randrange(10**6))

@@ -103,7 +103,7 @@ def test_a_malformed_directive_that_slipped_past_the_front_end_gets_the_default(
     model_path: Path,
 ) -> None:
     sim = Simulation(model_path)
-    request_id = sim.add(prompt(500), kv_budget="banana")
+    request_id = sim.add(prompt(500), checked=False, kv_budget="banana")
     sim.run()
     assert sim.finished[request_id]["budget_tokens"] == 256
 
@@ -218,11 +218,15 @@ def test_pages_shared_with_a_sequence_that_keeps_them_are_never_written(model_pa
 
 
 @BOTH
-@pytest.mark.parametrize("seed", range(3))
-def test_random_lives_on_a_tiny_pool(model_path: Path, asynchronous: bool, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "trigger"), [(0, "budget"), (1, "budget"), (2, "pressure")])
+def test_random_lives_on_a_tiny_pool(
+    model_path: Path, asynchronous: bool, seed: int, trigger: str
+) -> None:
     """I3-I6 over arrivals, aborts, preemptions, shared prefixes, mixed budgets; every one ends."""
     rng = random.Random(seed)
-    sim = Simulation(model_path, pages=34, asynchronous=asynchronous, max_seqs=4)
+    sim = Simulation(
+        model_path, pages=34, asynchronous=asynchronous, max_seqs=4, knobs={"trigger": trigger}
+    )
     live: set[str] = set()
     ended = 0
     for _ in range(600):

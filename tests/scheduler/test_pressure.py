@@ -1,0 +1,58 @@
+"""The pressure trigger: nobody gives anything up while there is room, then whoever has most."""
+
+from pathlib import Path
+
+import pytest
+
+from .simulation import Simulation
+from .test_admission import prompt
+
+BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+PRESSURE = {"trigger": "pressure"}
+
+
+@BOTH
+def test_with_ample_memory_nothing_is_evicted_and_hits_are_whole(
+    model_path: Path, asynchronous: bool
+) -> None:
+    sim = Simulation(model_path, pages=200, asynchronous=asynchronous, knobs=PRESSURE)
+    for seed in range(3):
+        sim.add(prompt(900, seed))
+    sim.run()
+    again = sim.add(prompt(900, 1))
+    sim.run()
+    assert all(told["eviction_steps"] == 0 for told in sim.finished.values())
+    assert sim.memory.first[again] == 896  # all whole blocks of the prompt
+
+
+@BOTH
+def test_the_longest_over_its_budget_shrinks_before_anyone_is_preempted(
+    model_path: Path, asynchronous: bool
+) -> None:
+    sim = Simulation(model_path, pages=101, asynchronous=asynchronous, knobs=PRESSURE)
+    long = sim.add(prompt(1600), max_tokens=300)
+    short = sim.add(prompt(700, 1), max_tokens=300)
+    while sim.requests[short].num_computed_tokens < 720:
+        sim.step()
+    assert not sim.finished
+    third = sim.add(prompt(900, 2), max_tokens=100)
+    while third not in sim.finished:
+        sim.step()
+    ledgers = sim.scheduler.ledgers
+    assert ledgers[long].eviction_steps > 0
+    assert ledgers[short].eviction_steps == 0
+    sim.run()
+    assert all(request.num_preemptions == 0 for request in sim.requests.values())
+
+
+@BOTH
+def test_a_prompt_longer_than_the_pool_shrinks_on_its_way_in(
+    model_path: Path, asynchronous: bool
+) -> None:
+    sim = Simulation(model_path, pages=21, asynchronous=asynchronous, chunk=2048, knobs=PRESSURE)
+    request_id = sim.add(prompt(1900), max_tokens=60)
+    sim.run()
+    told = sim.finished[request_id]
+    assert told["peak_blocks"] <= 20
+    assert told["eviction_steps"] > 1
+    assert sim.requests[request_id].num_preemptions == 0
