@@ -35,10 +35,12 @@ def test_a_server_starts_with_room_for_one_sequence_under_its_budget(model_path:
     sim = Simulation(model_path, budget="20%", knobs={"chunk": 64})
     spec = sim.scheduler.pages.kv_cache_spec
     specs = {"layer": spec}
+    sim.config.cache_config.kv_cache_layout = "LBHNC"
     check_enough_kv_cache_memory(sim.config, dict(specs), 16 * spec.page_size_bytes)
     with pytest.raises(ValueError, match="KV cache"):
         check_enough_kv_cache_memory(sim.config, dict(specs), 15 * spec.page_size_bytes)
     full = Simulation(model_path, budget="full")
+    full.config.cache_config.kv_cache_layout = "LBHNC"
     with pytest.raises(ValueError, match="KV cache"):
         check_enough_kv_cache_memory(full.config, dict(specs), 64 * spec.page_size_bytes)
     check_enough_kv_cache_memory(full.config, dict(specs), 65 * spec.page_size_bytes)
