@@ -56,6 +56,14 @@ class Server:
         assert lines, f"{name} is not on /metrics"
         return sum(float(value) for value in lines)
 
+    def pool_pages(self) -> int:
+        """The pool's pages, without vLLM's null page."""
+        found = re.search(
+            r'vllm:cache_config_info\{.*num_gpu_blocks="(\d+)"', self.get("/metrics").text
+        )
+        assert found
+        return int(found[1]) - 1
+
 
 @pytest.fixture(scope="session")
 def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:

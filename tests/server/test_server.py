@@ -64,8 +64,10 @@ def test_a_budget_frees_pages_while_the_request_runs(server: Server, book: list[
     assert told["peak_blocks"] == 3000 // BLOCK + 1
     assert told["eviction_steps"] >= 3
     assert told["moved_blocks"] > 0
-    page = max(usage) / told["peak_blocks"]  # one page's share of the pool, seen at the peak
-    low = [value for value in usage if 0 < value <= (512 // BLOCK + 1.5) * page]
+    # Steps at the peak may fall between two looks; the steps of the answer are too many for that.
+    most = (512 // BLOCK + 1.5) / server.pool_pages()
+    assert max(usage) > most, "the prompt held more than its budget"
+    low = [value for value in usage if 0 < value <= most]
     assert len(low) >= 3, f"usage stayed up: {usage}"
     assert server.metric("nexus:evicted_blocks_total") - before == told["evicted_blocks"]
     record = server.get(f"/kv_eviction/requests/{reply['id']}").json()["sequences"][0]
