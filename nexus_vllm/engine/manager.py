@@ -12,7 +12,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from nexus_vllm.admission import most_pages
+from nexus_vllm.admission import least_pages
 from nexus_vllm.config import Settings
 from nexus_vllm.engine.cli import active_settings
 from nexus_vllm.plan import EvictionPlan
@@ -33,10 +33,10 @@ class EvictionSpec(FullAttentionSpec):
         return cls(**{f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)})
 
     def max_memory_usage_bytes(self, vllm_config: "VllmConfig") -> int:
-        """What vLLM must have room for to start, and reports concurrency by: one sequence of
-        `max_model_len` tokens under the engine's own budget."""
+        """What vLLM must have room for to start, and reports concurrency by: the least that one
+        sequence of `max_model_len` tokens gets along with under the engine's own budget."""
         settings = active_settings(vllm_config.additional_config) or Settings()
-        pages = most_pages(settings, vllm_config.model_config.max_model_len)
+        pages = least_pages(settings, vllm_config.model_config.max_model_len)
         return pages * self.page_size_bytes
 
 

@@ -31,14 +31,14 @@ def test_a_prompt_three_times_the_pool_is_served(model_path: Path, asynchronous:
 
 
 def test_a_server_starts_with_room_for_one_sequence_under_its_budget(model_path: Path) -> None:
-    """2,048 tokens at 20 %: 12 blocks, 2 of a chunk, one being filled; and vLLM's null page."""
-    sim = Simulation(model_path, budget="20%", knobs={"chunk": 64})
+    """2,048 tokens at 20 %: 12 blocks, one coming in, one being filled; and vLLM's null page."""
+    sim = Simulation(model_path, budget="20%")
     spec = sim.scheduler.pages.kv_cache_spec
     specs = {"layer": spec}
     sim.config.cache_config.kv_cache_layout = "LBHNC"
-    check_enough_kv_cache_memory(sim.config, dict(specs), 16 * spec.page_size_bytes)
+    check_enough_kv_cache_memory(sim.config, dict(specs), 15 * spec.page_size_bytes)
     with pytest.raises(ValueError, match="KV cache"):
-        check_enough_kv_cache_memory(sim.config, dict(specs), 15 * spec.page_size_bytes)
+        check_enough_kv_cache_memory(sim.config, dict(specs), 14 * spec.page_size_bytes)
     full = Simulation(model_path, budget="full")
     full.config.cache_config.kv_cache_layout = "LBHNC"
     with pytest.raises(ValueError, match="KV cache"):
