@@ -72,7 +72,8 @@ def most_pages(settings: Settings, max_model_len: int) -> int:
 def least_pages(settings: Settings, max_model_len: int) -> int:
     """As `most_pages`, where a tight pool makes it grow by single blocks (see `plans`)."""
     budget = settings.directive(None).budget_blocks(max_model_len, settings)
-    return min(most_pages(settings, max_model_len), (budget or max_model_len) + 2)
+    most = most_pages(settings, max_model_len)
+    return most if budget is None else min(most, budget + 2)
 
 
 def _plan(prompt: int, budget: int, settings: Settings, streaming: bool) -> EvictionPlan:

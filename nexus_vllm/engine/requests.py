@@ -58,7 +58,11 @@ def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
     from vllm.utils import length_from_prompt_token_ids_or_embeds
 
     # vLLM's front end sums up the pools of its data-parallel engines; one page is its null block.
-    pages = pool // vllm_config.parallel_config.data_parallel_size - 1
+    parallel = vllm_config.parallel_config
+    engines = parallel.data_parallel_size
+    if parallel.local_engines_only:
+        engines = parallel.data_parallel_size_local
+    pages = pool // engines - 1
     prompt = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     with _as_validation_error():
         directive = settings.directive(params.extra_args)
