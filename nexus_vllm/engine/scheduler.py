@@ -307,8 +307,12 @@ class EvictionSchedulerMixin(Scheduler):
             if self.eviction.trigger == "pressure":
                 return max(1, min(tokens, self._room(request, num_computed_tokens)))
             due = hold.plan.next_eviction(hold.released) - num_computed_tokens
-            if due > 0:
-                tokens = min(tokens, due)
+            if due <= 0:
+                # Postponed, since others hold its pages and the pool is full. Page by page, so that
+                # others are preempted one by one, and not the sequence itself for a whole chunk.
+                size = self.pages.block_size
+                due = size - num_computed_tokens % size
+            tokens = min(tokens, due)
         return tokens
 
     def _room(self, request: "Request", computed: int) -> int:

@@ -153,3 +153,23 @@ def test_every_request_ends(model_path: Path, asynchronous: bool, trigger: str, 
     assert sim.free_pages == pages - 1
     assert sim.memory.seen["evictions"] > 0
     assert refused > 0
+
+
+@BOTH
+def test_two_that_share_pages_and_are_both_due_do_not_preempt_each_other_forever(
+    model_path: Path, asynchronous: bool
+) -> None:
+    """Neither can be shrunk while the other holds the same pages and the pool is full."""
+    sim = Simulation(
+        model_path,
+        pages=34,
+        asynchronous=asynchronous,
+        chunk=2048,
+        knobs={"interval": 64, "chunk": 32},
+    )
+    shared = prompt(550)
+    first = shared + prompt(738, 1)
+    long = sim.add(first, max_tokens=2, kv_budget="70%", kv_prefill="streaming")
+    short = sim.add(shared + prompt(60, 2), max_tokens=2, kv_budget="20%", kv_prefill="oneshot")
+    sim.run(limit=500)
+    assert {long, short} <= set(sim.finished)

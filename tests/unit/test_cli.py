@@ -260,8 +260,8 @@ def test_another_block_size_is_refused_unless_forced(monkeypatch: pytest.MonkeyP
 def _admission(monkeypatch: pytest.MonkeyPatch) -> None:
     def process_inputs(
         self: Any, request_id: str, prompt: Any, params: Any, supported_tasks: Any
-    ) -> str:
-        return f"{request_id} admitted"
+    ) -> SimpleNamespace:
+        return SimpleNamespace(id=request_id, sampling_params=None)
 
     monkeypatch.setattr(InputProcessor, "process_inputs", process_inputs)
     requests.install()
@@ -270,7 +270,9 @@ def _admission(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def processor(additional_config: dict[str, Any]) -> InputProcessor:
     made: InputProcessor = object.__new__(InputProcessor)
-    made.vllm_config = SimpleNamespace(additional_config=additional_config)
+    made.vllm_config = SimpleNamespace(
+        additional_config=additional_config, cache_config=SimpleNamespace(num_gpu_blocks=None)
+    )
     return made
 
 
@@ -286,7 +288,7 @@ def test_malformed_extra_args_are_vllms_own_validation_error(extra: dict[str, An
     assert str(next(iter(extra.values()))) in str(caught.value)
     # Stock engines take the same parameters as before.
     stock = processor({}).process_inputs("id", "prompt", params, supported_tasks=("generate",))
-    assert stock == "id admitted"
+    assert stock.id == "id"
 
 
 @pytest.mark.usefixtures("_admission")
@@ -294,7 +296,7 @@ def test_malformed_extra_args_are_vllms_own_validation_error(extra: dict[str, An
 def test_good_extra_args_are_admitted(extra: dict[str, Any] | None) -> None:
     params = SamplingParams(extra_args=extra)
     on = processor({"kv_eviction": {}})
-    assert on.process_inputs("id", "prompt", params, ("generate",)) == "id admitted"
+    assert on.process_inputs("id", "prompt", params, ("generate",)).id == "id"
 
 
 # Hooks
