@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)  # so that `with` blocks end the children
+    before = signal.signal(signal.SIGTERM, stop)  # so that `with` blocks end the children
     try:
         _run(args)
     except (ValueError, OSError, RuntimeError) as error:
@@ -91,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("\nnexus-vllm bench: stopped; the parts that were done are written", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
@@ -251,8 +253,8 @@ def _decode(args: argparse.Namespace) -> Part:
     setup = (
         f"Medians of {args.turns} decode steps of a batch whose prompts differ in their last "
         f"{ENDING} tokens, the batches by turns, synchronous scheduling. The ideal reads weights "
-        "and live KV once, at the bandwidth of a large copy; at 100% the pages of a batch are shared, "
-        "the ideal counts them for each sequence. Steps that evict are left out: see f."
+        "and live KV once, at the bandwidth of a large copy; at 100% the pages of a batch are "
+        "shared, the ideal counts them for each sequence. Steps that evict are left out: see f."
     )
     return bench_steps.decode_speed(
         Part("b", TITLES["b"], setup),

@@ -134,7 +134,7 @@ def eviction_cost(
             "ms",
         ]
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     with Stepped(
         "ours",
         model,
@@ -161,7 +161,7 @@ def eviction_cost(
                 inside = sum(s["eviction_seconds"] for s in steps)
                 whole = sum(s["seconds"] for s in steps)
                 big = [s["eviction_seconds"] for s in first if s["evictions"]]
-                row = {
+                row: dict[str, Any] = {
                     "allocator": allocator,
                     "live_blocks": tokens // BLOCK + interval // BLOCK,
                     "evictions": len(cost),
@@ -269,8 +269,8 @@ def decode_speed(
                 steps: dict[str, list[dict[str, Any]]] = {name: [] for name in who}
                 for turn in range(-WARM_UP, turns):
                     for name in list(who)[:: -1 if turn % 2 else 1]:
-                        engine, group = who[name]
-                        step = engines[engine]("turn", name=group)[0]
+                        host, group = who[name]
+                        step = engines[host]("turn", name=group)[0]
                         if turn >= 0:
                             steps[name].append(step)
                 speeds = {}
@@ -301,8 +301,8 @@ def decode_speed(
                         f"part b: {context} x {batch}, {name}: {row['step_ms']:.1f} ms, "
                         f"{row['against_stock']:.2f} of stock's speed"
                     )
-                for engine, group in who.values():
-                    engines[engine]("close", name=group)
+                for host, group in who.values():
+                    engines[host]("close", name=group)
     part.tables.append(table)
     part.data["rows"] = rows
     return part
