@@ -6,6 +6,7 @@ each part.
 """
 
 import argparse
+import json
 import os
 import platform
 import shlex
@@ -23,7 +24,7 @@ from typing import Any
 import nexus_vllm
 from nexus_vllm.tools import bench_servers, bench_steps
 from nexus_vllm.tools.bench_engine import ENDING
-from nexus_vllm.tools.bench_report import Part, as_json, render
+from nexus_vllm.tools.bench_report import Part, as_json, kv_gib, render
 from nexus_vllm.tools.bench_servers import Load, Pair, compare, say
 
 
@@ -182,7 +183,7 @@ def _pair(args: argparse.Namespace, ours: list[str], length: int, sequences: int
         pool_tokens=tokens,
         max_model_len=length,
         stock_block=args.stock_block_size,
-        kv_gib=2,
+        kv_gib=kv_gib(json.loads((args.model / "config.json").read_text()), tokens),
         out=args.work,
     )
 

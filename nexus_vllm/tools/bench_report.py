@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = 32  # tokens per block of ours
+ELEMENT = 4  # bytes of a float32
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -56,6 +57,11 @@ def kv_bytes_per_token(config: Mapping[str, Any], element: int) -> int:
     head_dim: int = config.get("head_dim") or config["hidden_size"] // heads
     layers: int = config["num_hidden_layers"]
     return 2 * layers * kv_heads * head_dim * element
+
+
+def kv_gib(config: Mapping[str, Any], tokens: int) -> int:
+    """GiB that hold the KV of so many tokens, with some to spare."""
+    return 1 + math.ceil(tokens * kv_bytes_per_token(config, ELEMENT) / 2**30)
 
 
 def weight_elements(folder: Path, tied: bool) -> int:

@@ -1,7 +1,6 @@
 """Engines stepped in child processes: parts b, e and f of the benchmark."""
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -13,10 +12,12 @@ from typing import Any
 
 from nexus_vllm.tools.bench_report import (
     BLOCK,
+    ELEMENT,
     Part,
     Table,
     ideal_seconds,
     kv_bytes_per_token,
+    kv_gib,
     median,
     percentile,
     quarters,
@@ -26,7 +27,6 @@ from nexus_vllm.tools.bench_report import (
 from nexus_vllm.tools.bench_servers import environment, say
 
 WARM_UP = 3  # turns left out
-ELEMENT = 4  # bytes of a float32
 FLOOR = {"budget_floor": 128}
 
 
@@ -100,11 +100,6 @@ def engine_options(cpu: bool, max_model_len: int, sequences: int, blocks: int) -
     }
 
 
-def kv_gib(config: dict[str, Any], tokens: int) -> int:
-    """GiB that hold the KV of so many tokens, with some to spare."""
-    return 1 + math.ceil(tokens * kv_bytes_per_token(config, ELEMENT) / 2**30)
-
-
 def eviction_cost(
     part: Part,
     model: Path,
@@ -150,7 +145,8 @@ def eviction_cost(
             for allocator in allocators:
                 name = f"{allocator}-{tokens}"
                 extra = {"kv_budget": str(tokens), "kv_allocator": allocator}
-                told = engine("start", name=name, count=1, length=prompt, tokens=8192, extra=extra)
+                length = {"length": prompt, "tokens": WARM_UP + (evictions + 1) * interval + 8}
+                told = engine("start", name=name, count=1, extra=extra, **length)
                 say(f"part f: {name}: prompt of {prompt} tokens took {told['seconds']:.0f} s")
                 # The first step after the prompt evicts what is over the budget.
                 first = engine("turn", name=name, count=WARM_UP)
