@@ -94,7 +94,7 @@ class Server:
         self.log = log
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
-                [vllm_command(), *shown, "--port", port],
+                [vllm_command(), *shown, "--port", port, "--disable-uvicorn-access-log"],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
