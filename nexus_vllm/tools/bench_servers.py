@@ -137,8 +137,8 @@ class Server:
             told: bytes = reply.read()
         return told.decode()
 
-    def complete(self, prompt: str, tokens: int) -> str:
-        """The greedy text after a prompt."""
+    def complete(self, prompt: str, tokens: int) -> tuple[str, int]:
+        """The greedy text after a prompt, and the prompt's tokens."""
         body = {"model": SERVED, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         request = urllib.request.Request(
             self.url + "/v1/completions",
@@ -146,8 +146,8 @@ class Server:
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=600) as reply:
-            text: str = json.load(reply)["choices"][0]["text"]
-        return text
+            told = json.load(reply)
+        return told["choices"][0]["text"], told["usage"]["prompt_tokens"]
 
     def cache(self) -> tuple[int, int]:
         """Pages of the pool, and tokens of each."""
@@ -344,9 +344,17 @@ def compare(
     with ExitStack() as stack:
         say(f"part {part.letter}: starting both servers")
         pair.start(stack)
-        warm = prose(1)[0][: 4 * load.prompt]
+        warm, timed = prose(2, 3 * load.prompt)
         for server in pair.servers.values():
             server.complete(warm, 4)
+        begin = time.perf_counter()
+        _, length = pair.servers["stock"].complete(timed, 1)
+        alone = (time.perf_counter() - begin) * load.prompt / length
+        part.data["prompt_seconds"] = alone
+        part.summary.append(
+            f"computing one prompt takes stock {alone:.2f} s: where prompts alone keep the machine "
+            f"busy, nothing serves more than about {1 / alone:.3f} requests/s"
+        )
         if check:
             check(pair.servers["stock"], pair.servers["ours"], part)
         for turn in range(rounds):
@@ -398,7 +406,7 @@ def same_text(prompts: int, tokens: int, characters: int) -> Check:
 
     def check(stock: Server, ours: Server, part: Part) -> None:
         texts = [
-            (stock.complete(text, tokens), ours.complete(text, tokens))
+            (stock.complete(text, tokens)[0], ours.complete(text, tokens)[0])
             for text in prose(prompts, characters)
         ]
         same = sum(a == b for a, b in texts)
