@@ -182,7 +182,7 @@ def eviction_cost(
         own = [row for row in rows if row["allocator"] == allocator]
         part.summary.append(
             f"{allocator}: an eviction takes {max(r['ratio'] for r in own):.2f} decode steps and "
-            f"{max(r['share'] for r in own):.1%} of decode time at most"
+            f"{max(r['share'] for r in own):.1%} of decode time at most (every {interval} tokens)"
         )
     return part
 
@@ -213,7 +213,7 @@ def decode_speed(
             "context",
             "batch",
             "who",
-            "live pages",
+            "live tokens",
             "decode step, ms",
             "tokens/s",
             "against stock",
@@ -284,7 +284,7 @@ def decode_speed(
                         "context": context,
                         "batch": batch,
                         "who": name,
-                        "live_pages": median([s["pages"] for s in taken]),
+                        "live_tokens": live,
                         "step_ms": 1e3 * speeds[name],
                         "tokens_per_s": batch / speeds[name],
                         "against_stock": ratio(speeds["stock"], speeds[name]),
