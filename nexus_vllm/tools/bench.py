@@ -1,0 +1,338 @@
+"""`nexus-vllm bench MODEL`: stock vLLM, with its own defaults, against the plugin.
+
+Servers and engines of both are up at the same time and take turns at the same load, so that
+whatever else the machine does hits both; what counts are ratios. The report is written anew after
+each part.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import nexus_vllm
+from nexus_vllm.tools import bench_servers, bench_steps
+from nexus_vllm.tools.bench_engine import ENDING
+from nexus_vllm.tools.bench_report import Part, as_json, kv_gib, render
+from nexus_vllm.tools.bench_servers import Load, Pair, compare, say
+
+
+def add_to(commands: Any) -> None:
+    """Add this command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure stock vLLM against eviction, side by side",
+        description="Write report.md and report.json: " + "; ".join(TITLES.values()) + ".",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", type=Path, help="folder of a model")
+    option = parser.add_argument
+    option("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
+    option("--parts", type=_parts, default=",".join(PARTS), help="letters, as in a,c,f")
+    option("--rounds", type=int, default=2, metavar="N", help="a, c, d: loads on each server")
+    option("--seed", type=int, default=1)
+    option("--budget", default="20%", help="c, d: --kv-budget of ours")
+    option("--budget-floor", type=int, default=128, metavar="N", help="c, d: of ours")
+    option("--serve-args", type=shlex.split, default=[], metavar="ARGS", help="for both servers")
+    option("--our-args", type=shlex.split, default=[], metavar="ARGS", help="for our server")
+    option("--stock-block-size", type=int, default=128, help="a guess; found out if wrong")
+    small = parser.add_argument_group("c: a small pool, which holds two whole sequences")
+    small.add_argument("--prompt-tokens", type=int, default=1900, metavar="N")
+    small.add_argument("--output-tokens", type=int, default=64, metavar="N")
+    small.add_argument("--requests", type=int, default=12, metavar="N")
+    small.add_argument("--concurrency", type=int, default=12, metavar="N")
+    small.add_argument("--pool-sequences", type=int, default=2, metavar="N")
+    ample = parser.add_argument_group("a, d: an ample pool")
+    ample.add_argument("--ample-prompt-tokens", type=int, default=512, metavar="N")
+    ample.add_argument("--ample-output-tokens", type=int, default=96, metavar="N")
+    ample.add_argument("--ample-requests", type=int, default=8, metavar="N")
+    ample.add_argument("--ample-concurrency", type=int, default=4, metavar="N")
+    ample.add_argument("--texts", type=int, default=4, metavar="N", help="a, d: texts compared")
+    decode = parser.add_argument_group("b: decode speed")
+    decode.add_argument("--contexts", type=_numbers, default="2048", metavar="N,...")
+    decode.add_argument("--batches", type=_numbers, default="1,4", metavar="N,...")
+    decode.add_argument("--densities", type=_numbers, default="100,50,20,10", metavar="PERCENT,...")
+    decode.add_argument("--turns", type=int, default=24, metavar="N", help="steps of each")
+    stream = parser.add_argument_group("e: a long stream")
+    stream.add_argument("--stream-tokens", type=int, default=4000, metavar="N")
+    stream.add_argument("--stream-budget", type=int, default=512, metavar="N")
+    stream.add_argument("--stream-allocators", type=_words, default="uniform", metavar="NAME,...")
+    cost = parser.add_argument_group("f: cost of an eviction")
+    cost.add_argument("--live-tokens", type=_numbers, default="512,1024", metavar="N,...")
+    cost.add_argument("--live-density", type=float, default=0.5, help="of the prompt's tokens")
+    cost.add_argument("--allocators", type=_words, default="uniform,lu", metavar="NAME,...")
+    cost.add_argument("--evictions", type=int, default=8, metavar="N", help="for each row")
+    cost.add_argument("--interval", type=int, default=32, metavar="N", help="tokens between two")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and write. Returns 1 when something is refused or fails, with the reason."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)  # so that `with` blocks end the children
+    try:
+        _run(args)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"nexus-vllm bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nnexus-vllm bench: stopped; the parts that were done are written", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    if not (args.model / "config.json").is_file():
+        raise ValueError(f"{args.model} is not the folder of a model; scripts/prepare_model.py")
+    args.model = args.model.resolve()
+    args.cpu = not _gpu()
+    args.out.mkdir(parents=True, exist_ok=True)
+    told = machine(args.cpu)
+    told["command"] = shlex.join(["nexus-vllm", *sys.argv[1:]])
+    parts: list[Part] = []
+    with tempfile.TemporaryDirectory(prefix="nexus-bench-") as work:
+        args.work = Path(work)
+        for letter in args.parts:
+            load, began = os.getloadavg()[0], time.monotonic()
+            try:
+                part = PARTS[letter](args)
+            except RuntimeError:
+                for log in args.work.glob("*.log"):  # the temporary folder goes
+                    shutil.copy(log, args.out)
+                raise
+            part.data |= {"load_before": load, "seconds": time.monotonic() - began}
+            part.setup += (
+                f" Load of the machine before: {load:.1f}; took {part.data['seconds']:.0f} s."
+            )
+            parts.append(part)
+            (args.out / "report.md").write_text(render(told, parts))
+            (args.out / "report.json").write_text(as_json(told, parts))
+            for line in part.summary:
+                say(f"part {letter}: {line}")
+    print(args.out / "report.md")
+
+
+def _gpu() -> bool:
+    """As scripts/serve.sh tells."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    return listed.stdout.startswith("GPU")
+
+
+def machine(cpu: bool) -> dict[str, Any]:
+    """Where and with what this runs."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "machine": f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB" + ("" if cpu else ", GPU"),
+        "versions": ", ".join(
+            [
+                f"nexus-vllm {nexus_vllm.__version__}",
+                *(f"{name} {_version(name)}" for name in ("vllm", "torch")),
+                f"Python {platform.python_version()}",
+                platform.platform(),
+            ]
+        ),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "?"
+
+
+def _shared(args: argparse.Namespace) -> list[str]:
+    """Options of both servers: scripts/serve.sh's on a CPU, none elsewhere."""
+    cpu = ["--enforce-eager", "--dtype", "float32"] if args.cpu else []
+    return [*cpu, *args.serve_args]
+
+
+def _pair(args: argparse.Namespace, ours: list[str], length: int, sequences: int) -> Pair:
+    length = -(-length // 128) * 128
+    tokens = length * sequences
+    return Pair(
+        model=args.model,
+        shared=_shared(args),
+        stock=[],
+        ours=[*ours, *args.our_args],
+        pool_tokens=tokens,
+        max_model_len=length,
+        stock_block=args.stock_block_size,
+        kv_gib=kv_gib(json.loads((args.model / "config.json").read_text()), tokens),
+        out=args.work,
+    )
+
+
+def _evicting(args: argparse.Namespace) -> list[str]:
+    return [
+        *("--kv-eviction", "nexus", "--kv-budget", args.budget),
+        *("--kv-budget-floor", str(args.budget_floor)),
+    ]
+
+
+def _small_pool(args: argparse.Namespace) -> Part:
+    load = Load(args.prompt_tokens, args.output_tokens, args.requests, args.concurrency)
+    # The client makes text of its random tokens, which may come back as a few tokens more.
+    pair = _pair(args, _evicting(args), load.prompt + load.output + 16, args.pool_sequences)
+    part = Part(
+        "c",
+        TITLES["c"],
+        f"A pool of {pair.pool_tokens} tokens, which holds {args.pool_sequences} sequences of "
+        f"{pair.max_model_len}. {_said(load)} Ours: {' '.join(pair.ours)}.",
+    )
+    part = compare(part, pair, load, args.rounds, args.seed)
+    found = part.data["ratios"]
+    part.summary.append(
+        f"running sequences, ours / stock: {found['most_running']:.2f} at most, "
+        f"{found['mean_running']:.2f} on average; TTFT p95 {found['ttft_p95_ms']:.2f}"
+    )
+    return part
+
+
+def _ample(args: argparse.Namespace, letter: str, ours: list[str], tokens: int) -> Part:
+    load = Load(
+        args.ample_prompt_tokens,
+        args.ample_output_tokens,
+        args.ample_requests,
+        args.ample_concurrency,
+    )
+    longest = max(load.prompt, 512) + load.output + 64
+    pair = _pair(args, ours, longest, 4 * load.concurrency)
+    part = Part(
+        letter,
+        TITLES[letter],
+        f"A pool of {pair.pool_tokens} tokens, more than the load needs. {_said(load)} "
+        f"Ours: {' '.join(pair.ours)}.",
+    )
+    same = bench_servers.same_text(args.texts, tokens, 3 * min(512, load.prompt))
+    return compare(part, pair, load, args.rounds, args.seed, same if args.texts else None)
+
+
+def _said(load: Load) -> str:
+    return (
+        f"{load.requests} requests of {load.prompt} + {load.output} tokens per round, "
+        f"{load.concurrency} in flight."
+    )
+
+
+def _idle(args: argparse.Namespace) -> Part:
+    return _ample(args, "a", ["--kv-eviction", "nexus", "--kv-budget", "full"], 48)
+
+
+def _pressure(args: argparse.Namespace) -> Part:
+    # A file's settings give way to flags, and the trigger has none.
+    knobs = ["--kv-eviction-config", '{"trigger": "pressure"}']
+    return _ample(args, "d", [*_evicting(args), *knobs], 48)
+
+
+def _decode(args: argparse.Namespace) -> Part:
+    setup = (
+        f"Medians of {args.turns} decode steps of a batch whose prompts differ in their last "
+        f"{ENDING} tokens, the batches by turns, synchronous scheduling. The ideal reads weights "
+        "and live KV once, at the bandwidth of a large copy; at 100% the pages of a batch are "
+        "shared, the ideal counts them for each sequence. Steps that evict are left out: see f."
+    )
+    return bench_steps.decode_speed(
+        Part("b", TITLES["b"], setup),
+        args.model,
+        args.work,
+        args.cpu,
+        args.contexts,
+        args.batches,
+        args.densities,
+        args.turns,
+    )
+
+
+def _stream(args: argparse.Namespace) -> Part:
+    setup = (
+        f"One sequence at a time decodes {args.stream_tokens} tokens, whatever it says; it may "
+        f"keep {args.stream_budget}. Step times include evictions."
+    )
+    return bench_steps.long_stream(
+        Part("e", TITLES["e"], setup),
+        args.model,
+        args.work,
+        args.cpu,
+        args.stream_tokens,
+        args.stream_budget,
+        args.stream_allocators,
+    )
+
+
+def _cost(args: argparse.Namespace) -> Part:
+    setup = (
+        f"One sequence whose prompt was cut to {args.live_density:.0%} decodes on and is evicted "
+        f"every {args.interval} tokens: seconds of the worker (nexus:eviction_seconds) beside "
+        "the steps between that evict nothing."
+    )
+    return bench_steps.eviction_cost(
+        Part("f", TITLES["f"], setup),
+        args.model,
+        args.work,
+        args.cpu,
+        args.live_tokens,
+        args.live_density,
+        args.allocators,
+        args.evictions,
+        args.interval,
+    )
+
+
+TITLES = {
+    "a": "idle: a budget that covers every sequence",
+    "b": "decode speed by context, batch and density",
+    "c": "a small pool",
+    "d": "an ample pool, evicting under pressure only",
+    "e": "a long stream",
+    "f": "the cost of an eviction",
+}
+PARTS: dict[str, Callable[[argparse.Namespace], Part]] = {
+    "a": _idle,
+    "b": _decode,
+    "c": _small_pool,
+    "d": _pressure,
+    "e": _stream,
+    "f": _cost,
+}
+
+
+def _parts(text: str) -> list[str]:
+    letters = text.split(",")
+    for letter in letters:
+        if letter not in PARTS:
+            raise argparse.ArgumentTypeError(f"no part {letter!r}: choose from {','.join(PARTS)}")
+    return letters
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(item) for item in text.split(",")]
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")

@@ -1,0 +1,371 @@
+"""Engines stepped in child processes: parts b, e and f of the benchmark."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from nexus_vllm.tools.bench_report import (
+    BLOCK,
+    ELEMENT,
+    Part,
+    Table,
+    ideal_seconds,
+    kv_bytes_per_token,
+    kv_gib,
+    median,
+    percentile,
+    quarters,
+    ratio,
+    weight_elements,
+)
+from nexus_vllm.tools.bench_servers import environment, say
+
+WARM_UP = 3  # turns left out
+FLOOR = {"budget_floor": 128}
+
+
+class Stepped:
+    """A `bench_engine` child, in a process group of its own, ended with the `with` block."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        options: dict[str, Any],
+        nexus: dict[str, Any] | None,
+        kv_gib: int,
+        log: Path,
+    ) -> None:
+        self.name, self.log = name, log
+        variables = environment(nexus is None, kv_gib) | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+        with log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "nexus_vllm.tools.bench_engine"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                env=variables,
+                cwd=log.parent,  # not a folder whose folders would shadow packages
+                start_new_session=True,
+                text=True,
+            )
+        self._send("open", {"model": str(model), "options": options, "nexus": nexus})
+
+    def __enter__(self) -> "Stepped":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def ready(self) -> dict[str, Any]:
+        """Wait for the engine: what it says of itself."""
+        facts: dict[str, Any] = self._receive()
+        return facts
+
+    def __call__(self, command: str, **arguments: Any) -> Any:
+        self._send(command, arguments)
+        return self._receive()
+
+    def _send(self, command: str, arguments: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([command, arguments]) + "\n")
+        self.process.stdin.flush()
+
+    def _receive(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        told = json.loads(line) if line else {"error": "the engine is gone"}
+        if "error" in told:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+            raise RuntimeError(f"{self.name}: {told['error']}; the end of {self.log}:\n{tail}")
+        return told["value"]
+
+
+def engine_options(cpu: bool, max_model_len: int, sequences: int, blocks: int) -> dict[str, Any]:
+    """Keywords of `vllm.LLM`, the same for both."""
+    return {
+        "dtype": "float32",
+        **({"enforce_eager": True} if cpu else {}),
+        "max_model_len": max_model_len,
+        "max_num_seqs": sequences,
+        "num_gpu_blocks_override": blocks,
+    }
+
+
+def eviction_cost(
+    part: Part,
+    model: Path,
+    out: Path,
+    cpu: bool,
+    live: Sequence[int],
+    density: float,
+    allocators: Sequence[str],
+    evictions: int,
+    interval: int,
+) -> Part:
+    """Part f: one sequence per size and allocator, decoding through `evictions` evictions."""
+    config = json.loads((model / "config.json").read_text())
+    longest = int(max(live) / density) + (evictions + 2) * interval + 2 * BLOCK
+    blocks = 2 * -(-longest // BLOCK) + 64
+    options = engine_options(cpu, longest, 4, blocks) | {"enable_prefix_caching": True}
+    table = Table(
+        [
+            "allocator",
+            "live blocks",
+            "eviction, ms",
+            "p95, ms",
+            "decode step, ms",
+            "eviction / decode step",
+            "share of decode time",
+            "eviction at the prompt's end: blocks",
+            "ms",
+        ]
+    )
+    rows: list[dict[str, Any]] = []
+    with Stepped(
+        "ours",
+        model,
+        options,
+        FLOOR | {"interval": interval},
+        kv_gib(config, blocks * BLOCK),
+        out / "engine-f.log",
+    ) as engine:
+        say("part f: starting an engine")
+        part.data["engine"] = engine.ready()
+        for tokens in live:
+            prompt = int(tokens / density)
+            for allocator in allocators:
+                name = f"{allocator}-{tokens}"
+                extra = {"kv_budget": str(tokens), "kv_allocator": allocator}
+                length = {"length": prompt, "tokens": WARM_UP + (evictions + 1) * interval + 8}
+                told = engine("start", name=name, count=1, extra=extra, **length)
+                say(f"part f: {name}: prompt of {prompt} tokens took {told['seconds']:.0f} s")
+                # The first step after the prompt evicts what is over the budget.
+                first = engine("turn", name=name, count=WARM_UP)
+                steps = engine("turn", name=name, count=(evictions + 1) * interval)
+                engine("close", name=name)
+                cost = [s["eviction_seconds"] / s["evictions"] for s in steps if s["evictions"]]
+                pure = [s["seconds"] for s in steps if not s["evictions"]]
+                inside = sum(s["eviction_seconds"] for s in steps)
+                whole = sum(s["seconds"] for s in steps)
+                big = [s["eviction_seconds"] for s in first if s["evictions"]]
+                row: dict[str, Any] = {
+                    "allocator": allocator,
+                    "live_blocks": tokens // BLOCK + interval // BLOCK,
+                    "evictions": len(cost),
+                    "eviction_ms": 1e3 * median(cost),
+                    "eviction_p95_ms": 1e3 * percentile(cost, 95),
+                    "decode_step_ms": 1e3 * median(pure),
+                    "ratio": ratio(median(cost), median(pure)),
+                    "share": ratio(inside, whole),
+                    "prompt_blocks": prompt // BLOCK,
+                    "prompt_eviction_ms": 1e3 * median(big),
+                }
+                rows.append(row)
+                keys = [key for key in row if key != "evictions"]
+                table.rows.append([row[key] for key in keys])
+                say(
+                    f"part f: {name}: eviction {row['eviction_ms']:.1f} ms, "
+                    f"decode step {row['decode_step_ms']:.1f} ms, {len(cost)} evictions"
+                )
+    part.tables.append(table)
+    part.data["rows"] = rows
+    for allocator in allocators:
+        own = [row for row in rows if row["allocator"] == allocator]
+        part.summary.append(
+            f"{allocator}: an eviction takes {max(r['ratio'] for r in own):.2f} decode steps and "
+            f"{max(r['share'] for r in own):.1%} of decode time at most (every {interval} tokens)"
+        )
+    return part
+
+
+def decode_speed(
+    part: Part,
+    model: Path,
+    out: Path,
+    cpu: bool,
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    densities: Sequence[int],
+    turns: int,
+) -> Part:
+    """Part b: batches of every density and stock's, one decode step each in turn."""
+    config = json.loads((model / "config.json").read_text())
+    kv_token = kv_bytes_per_token(config, ELEMENT)
+    weights = ELEMENT * weight_elements(model, bool(config.get("tie_word_embeddings")))
+    longest, most = max(contexts), max(batches)
+    room = turns + WARM_UP + 4 * BLOCK
+    # The prompts of a batch share all but their endings until an eviction copies what stays.
+    shares = 1 + most * sum(density / 100 for density in densities)
+    tokens = int(longest * shares) + most * len(densities) * (room + 4 * BLOCK) + 2 * longest
+    max_len = longest + most * 2 + room
+    options = engine_options(cpu, max_len, most * len(densities) + 1, tokens // BLOCK + 64)
+    table = Table(
+        [
+            "context",
+            "batch",
+            "who",
+            "live tokens",
+            "decode step, ms",
+            "tokens/s",
+            "against stock",
+            "ideal, ms",
+            "share of the ideal",
+        ]
+    )
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        engines = {
+            "stock": Stepped(
+                "stock",
+                model,
+                engine_options(cpu, max_len, most, 0)
+                | {"num_gpu_blocks_override": None},  # as much as stock takes itself
+                None,
+                kv_gib(config, 3 * longest + most * room * 2),
+                out / "engine-b-stock.log",
+            ),
+            "ours": Stepped(
+                "ours", model, options, FLOOR, kv_gib(config, tokens), out / "engine-b.log"
+            ),
+        }
+        for engine in engines.values():
+            stack.enter_context(engine)
+        say("part b: starting two engines")
+        part.data["engines"] = {name: engine.ready() for name, engine in engines.items()}
+        bandwidth = median([engines["ours"]("bandwidth") for _ in range(3)])
+        part.data |= {
+            "bandwidth": bandwidth,
+            "weight_bytes": weights,
+            "kv_bytes_per_token": kv_token,
+        }
+        part.summary.append(
+            f"{weights / 1e6:.0f} MB of weights, {kv_token / 1e3:.0f} kB of KV per token, "
+            f"{bandwidth / 1e9:.1f} GB/s of a large copy (read and written)"
+        )
+        for context in contexts:
+            for batch in batches:
+                who = {"stock": ("stock", "stock")}
+                shape = {"count": batch, "length": context, "tokens": room + most}
+                engines["stock"]("start", name="stock", **shape)
+                for density in densities:
+                    name = f"ours {density}%"
+                    budget = "full" if density >= 100 else str(context * density // 100)
+                    engines["ours"]("start", name=name, **shape, extra={"kv_budget": budget})
+                    who[name] = ("ours", name)
+                say(f"part b: {context} tokens, batch {batch}: prompts done")
+                steps: dict[str, list[dict[str, Any]]] = {name: [] for name in who}
+                for turn in range(-WARM_UP, turns):
+                    for name in list(who)[:: -1 if turn % 2 else 1]:
+                        host, group = who[name]
+                        step = engines[host]("turn", name=group)[0]
+                        if turn >= 0:
+                            steps[name].append(step)
+                speeds = {}
+                for name, taken in steps.items():
+                    # Steps with an eviction are left out here; part f counts them.
+                    pure = [s["seconds"] for s in taken if not s["evictions"]]
+                    speeds[name] = median(pure)
+                    live = (
+                        batch * (context + turns // 2)
+                        if name in ("stock", "ours 100%")
+                        else median([s["pages"] for s in taken]) * BLOCK
+                    )
+                    ideal = ideal_seconds(weights, live * kv_token, bandwidth)
+                    row = {
+                        "context": context,
+                        "batch": batch,
+                        "who": name,
+                        "live_tokens": live,
+                        "step_ms": 1e3 * speeds[name],
+                        "tokens_per_s": batch / speeds[name],
+                        "against_stock": ratio(speeds["stock"], speeds[name]),
+                        "ideal_ms": 1e3 * ideal,
+                        "share_of_ideal": ideal / speeds[name],
+                    }
+                    rows.append(row)
+                    table.rows.append(list(row.values()))
+                    say(
+                        f"part b: {context} x {batch}, {name}: {row['step_ms']:.1f} ms, "
+                        f"{row['against_stock']:.2f} of stock's speed"
+                    )
+                for host, group in who.values():
+                    engines[host]("close", name=group)
+    part.tables.append(table)
+    part.data["rows"] = rows
+    return part
+
+
+def long_stream(
+    part: Part, model: Path, out: Path, cpu: bool, tokens: int, budget: int, allocators: list[str]
+) -> Part:
+    """Part e: one sequence per allocator that generates on and on."""
+    config = json.loads((model / "config.json").read_text())
+    prompt, slices = 256, 20
+    # As small as the budget allows: pages that were not given back would show as a hang.
+    blocks = len(allocators) * (budget // BLOCK + 16) + 64
+    options = engine_options(cpu, prompt + tokens + BLOCK, 4, blocks)
+    table = Table(["allocator", "tokens", "held pages, most", "decode step, ms", "p95, ms"])
+    part.data["streams"] = {}
+    with Stepped(
+        "ours",
+        model,
+        options,
+        FLOOR | {"budget": budget},
+        kv_gib(config, blocks * BLOCK),
+        out / "engine-e.log",
+    ) as engine:
+        say("part e: starting an engine")
+        part.data["engine"] = engine.ready()
+        streams: dict[str, list[dict[str, Any]]] = {name: [] for name in allocators}
+        for name in allocators:
+            extra = {"kv_allocator": name}
+            engine("start", name=name, count=1, length=prompt, tokens=tokens, extra=extra)
+        size = max(1, (tokens - 2) // slices)
+        for index in range(slices):
+            for name in allocators:
+                steps = engine("turn", name=name, count=size)
+                streams[name] += steps
+                seconds = [s["seconds"] for s in steps]
+                row = [
+                    name,
+                    prompt + (index + 1) * size,
+                    max(s["pages"] for s in steps),
+                    1e3 * median(seconds),
+                    1e3 * percentile(seconds, 95),
+                ]
+                table.rows.append(row)
+                say(f"part e: {name}: {row[1]} tokens, {row[2]} pages, {row[3]:.1f} ms")
+        for name in allocators:
+            engine("close", name=name)
+    for name, steps in streams.items():
+        full = budget // BLOCK
+        begin = next((i for i, s in enumerate(steps) if s["evictions"]), len(steps))
+        flat = steps[begin:]  # from the first eviction on
+        first, last = quarters([s["seconds"] for s in flat])
+        pages = [s["pages"] for s in flat]
+        part.data["streams"][name] = {
+            "tokens": prompt + len(steps),
+            "first_quarter_ms": 1e3 * first,
+            "last_quarter_ms": 1e3 * last,
+            "last_to_first": ratio(last, first),
+            "pages_first": max(pages[: max(1, len(pages) // 4)], default=0),
+            "pages_last": max(pages[-max(1, len(pages) // 4) :], default=0),
+            "evictions": sum(s["evictions"] for s in steps),
+        }
+        part.summary.append(
+            f"{name}, {prompt + len(steps)} tokens, budget of {full} blocks: last quarter / first "
+            f"quarter of the step time {ratio(last, first):.3f}, pages at most "
+            f"{max(pages, default=0)}"
+        )
+    part.tables.append(table)
+    part.data["rows"] = table.rows
+    return part
