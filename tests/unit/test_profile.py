@@ -129,7 +129,7 @@ def test_check_accepts_the_same_model_wherever_it_lies() -> None:
     for name in (
         "/cache/models/tiny-1m",
         "tiny-1m/",
-        "/root/.cache/huggingface/hub/models--org--Tiny-1M/snapshots/0123abcd",
+        "/cache/huggingface/hub/models--org--Tiny-1M/snapshots/0123abcd",
     ):
         check(profile(), model=dataclasses.replace(FACTS, name=name))
 
