@@ -43,12 +43,13 @@ class Cake(Allocator):
         candidates: bool [L, N], or [L, Hq, N] where heads hold different blocks; False for blocks
           that stay anyway and for padding.
         """
-        counted = candidates.reshape(len(maps), -1, 1, maps.shape[-1])
-        maps = (maps * counted).to(torch.float64)
-        entropy = torch.special.entr(maps).sum((1, 2, 3)).clamp(min=0)
-        shift = maps.var(dim=2, correction=0).sum((1, 2))
+        return self.combined(spread(maps, candidates))
+
+    def combined(self, terms: Tensor) -> Tensor:
+        """P of layers whose heads' terms (`spread`) have been added up, [L, 2]."""
         # In logarithms: V is tiny, and a small tau2 would underflow its power.
-        power = entropy.log() / self.tau1 + shift.log() / self.tau2
+        entropy, shift = terms.log().unbind(-1)
+        power = entropy / self.tau1 + shift / self.tau2
         highest = power.max()
         return (power - highest).exp() if bool(highest.isfinite()) else torch.zeros_like(power)
 
@@ -56,3 +57,16 @@ class Cake(Allocator):
         if situation.preference is None:
             raise ValueError("cake needs the layers' preference; the situation lacks it")
         return proportional(situation.preference[:, None].expand(situation.floor.shape), situation)
+
+
+def spread(maps: Tensor, candidates: Tensor) -> Tensor:
+    """H and V of each row, [..., 2] float64: sums over heads, so heads may be given as rows.
+
+    maps: [..., Hq, W, N]; candidates: bool [..., N] or [..., Hq, N].
+    """
+    if candidates.ndim == maps.ndim - 2:
+        candidates = candidates[..., None, :]
+    maps = (maps * candidates[..., None, :]).to(torch.float64)
+    entropy = torch.special.entr(maps).sum((-3, -2, -1)).clamp(min=0)
+    shift = maps.var(dim=-2, correction=0).sum((-2, -1))
+    return torch.stack([entropy, shift], dim=-1)

@@ -18,8 +18,8 @@ from nexus_vllm.plan import Eviction
 from nexus_vllm.policies import Observation, Policy
 from nexus_vllm.selectors import select
 
-MAX_KEYS = 1 << 23
-"""Key numbers gathered at once (32 MiB in float32), unless one layer needs more."""
+MAX_KEYS = 1 << 20
+"""Key numbers gathered at once (4 MiB in float32), unless one layer needs more: see MAX_LOGITS."""
 
 
 @dataclass
@@ -158,8 +158,7 @@ class Evictor:
         """Window queries [L, W, Hq, D], their positions [W], keys [L, N, Hkv, b, D]."""
         queries, positions = window_queries(layers, sequence, eviction, self.settings.window)
         pages = torch.tensor(eviction.pages)
-        keys = [layer.keys.read(layer.cache, pages) for layer in layers]
-        return queries, positions, torch.stack(keys)
+        return queries, positions, read_keys(layers, pages)
 
     def _fill(self, eviction: Eviction, blocks: Tensor, kept: Tensor) -> tuple[int, Tensor]:
         """Copy kept blocks out of pages that go into pages that stay; returns (copies, origins).
@@ -170,16 +169,24 @@ class Evictor:
         slot_of_page = {page: slot for slot, page in enumerate(eviction.kept_pages)}
         slots = torch.tensor([slot_of_page.get(page, -1) for page in eviction.pages])
         pages, kept_pages = torch.tensor(eviction.pages), torch.tensor(eviction.kept_pages)
-        origin = torch.empty(len(self.layers), len(kept_pages), dtype=torch.long)
-        moved = 0
-        for row, layer in enumerate(self.layers):
-            stays = kept[row] & (slots >= 0)
-            leaves = kept[row] & (slots < 0)
-            taken = torch.zeros(len(kept_pages), dtype=torch.bool)
-            taken[slots[stays]] = True
-            holes = (~taken).nonzero().flatten()
-            layer.cache[kept_pages[holes]] = layer.cache[pages[leaves]]
-            origin[row, slots[stays]] = blocks[row, stays]
-            origin[row, holes] = blocks[row, leaves]
-            moved += len(holes)
-        return moved, origin
+        stays, leaves = kept & (slots >= 0), kept & (slots < 0)
+        origin = torch.full((len(self.layers), len(kept_pages)), -1)
+        place = slots.clamp(min=0).expand_as(kept)[stays]
+        origin[stays.nonzero()[:, 0], place] = blocks[stays]
+        # Every layer keeps as many blocks as there are slots: for each that leaves, one is open.
+        source, target = leaves.nonzero(), (origin < 0).nonzero()
+        origin[origin < 0] = blocks[leaves]
+        copies = leaves.sum(1).tolist()
+        for layer, old, new in zip(
+            self.layers,
+            pages[source[:, 1]].split(copies),
+            kept_pages[target[:, 1]].split(copies),
+            strict=True,
+        ):
+            layer.cache.index_copy_(0, new, layer.cache.index_select(0, old))
+        return len(source), origin
+
+
+def read_keys(layers: list[Layer], pages: Tensor) -> Tensor:
+    """Keys of whole pages, [L, N, Hkv, b, D], of layers that are alike."""
+    return layers[0].keys.read_all([layer.cache for layer in layers], pages)

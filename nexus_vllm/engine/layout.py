@@ -42,13 +42,24 @@ class KeyLayout:
 
     def read(self, cache: Tensor, pages: Tensor) -> Tensor:
         """The keys of whole pages, [len(pages), KV heads, block, D]; `cache` is a layer's."""
+        return self.read_all([cache], pages)[0]
+
+    def read_all(self, caches: list[Tensor], pages: Tensor) -> Tensor:
+        """The same of several layers with this layout, [layers, len(pages), KV heads, block, D].
+
+        Tokens and dimensions stay in the order they have in the cache; only the view says which.
+        """
         first, end = self.span
-        units = cache.view(*cache.shape[:2], -1)[:, :, first:end].index_select(0, pages)
-        shape = (*units.shape[:2], *self.order.shape)
+        shape = len(caches), len(pages), caches[0].shape[1], end - first
+        units = caches[0].new_empty(shape)
+        for cache, into in zip(caches, units, strict=True):
+            torch.index_select(cache.flatten(2)[:, :, first:end], 0, pages, out=into)
         if self.steps is None:
-            return units.index_select(-1, self.order.flatten() - first).view(shape)
+            taken = units.index_select(-1, self.order.flatten() - first)
+            return taken.unflatten(-1, self.order.shape)
         start = int(self.order[0, 0]) - first
-        return units.as_strided(shape, (*units.stride()[:2], *self.steps), start)
+        shape = (*units.shape[:3], *self.order.shape)
+        return units.as_strided(shape, (*units.stride()[:3], *self.steps), start)
 
 
 def probe(layer: Any, cache: Tensor) -> KeyLayout:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nexus_vllm.allocators import Allocator, Situation
-from nexus_vllm.allocators.cake import Cake
+from nexus_vllm.allocators.cake import Cake, spread
 from nexus_vllm.config import Settings
 from nexus_vllm.engine.evictor import (
     MAX_KEYS,
@@ -112,49 +112,61 @@ class UnevenEvictor:
         candidates: Tensor,
         rows: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Weights [L, H, most] of every held block, and the layers' preference if asked for."""
-        weights = torch.empty(ids.shape, dtype=torch.float32)
-        wanted = isinstance(allocator, Cake)
-        preference = torch.empty(len(self.layers), dtype=torch.float64) if wanted else None
-        unit = self.layers[0].cache[0, 0].numel() // 2
-        step = max(1, MAX_KEYS // (unit * ids[0].numel()))
-        for first in range(0, len(self.layers), step):
-            some = slice(first, min(first + step, len(self.layers)))
-            queries, positions, keys = None, None, None
-            if policy.needs_window or wanted:
-                queries, positions, keys = self._read(sequence, eviction, holding, some)
+        """Weights [L, H, most] of every held block, and the layers' preference if asked for.
+
+        (Layer, head) pairs are scored in groups that hold about as many blocks each.
+        """
+        cake = allocator if isinstance(allocator, Cake) else None
+        looking = policy.needs_window or cake is not None
+        weights = torch.zeros(ids.shape, dtype=torch.float32).flatten(0, 1)
+        terms = torch.zeros(len(weights), 2, dtype=torch.float64)
+        queries, positions = None, None
+        if looking:
+            queries, positions = window_queries(
+                self.layers, sequence, eviction, self.settings.window
+            )
+            queries = queries.unflatten(2, (self.heads, -1)).transpose(1, 2).flatten(0, 1)
+        for pairs, most in self._groups(holding.counts.flatten(), looking):
+            layer, head = pairs // self.heads, pairs % self.heads
             seen = Observation(
-                queries=queries,
+                queries=None if queries is None else queries[pairs],
                 query_positions=positions,
-                keys=keys,
-                block_ids=ids[some],
-                scale=self.layers[first].scale,
-                candidates=candidates[some],
+                keys=self._keys(holding.units[layer, head, :most]) if looking else None,
+                block_ids=ids[layer, head, :most],
+                scale=self.layers[0].scale,
+                candidates=candidates[layer, head, :most],
                 seed=eviction.seed,
                 event=eviction.event,
-                layers=rows[some],
+                layers=rows[layer, head],
             )
-            weights[some] = policy.weights(seen)
-            if preference is not None and isinstance(allocator, Cake):
-                maps = block_attention(seen)  # [l, H, G, W, most]
-                group = maps.shape[2]
-                preference[some] = allocator.preference(
-                    maps.flatten(1, 2), candidates[some].repeat_interleave(group, dim=1)
-                )
+            weights[pairs, :most] = policy.weights(seen)
+            if cake:
+                terms[pairs] = spread(block_attention(seen), seen.candidates)
         # A block that exists outranks padding, however little it weighs. A model that overflows
         # spoils its own text; an error here would end the engine.
-        weights = weights.nan_to_num(nan=0.0, posinf=_HUGE).clamp(min=_TINY)
-        if preference is not None:
-            preference = preference.nan_to_num(nan=0.0, posinf=0.0)
+        weights = weights.view_as(ids).nan_to_num(nan=0.0, posinf=_HUGE).clamp(min=_TINY)
+        preference = None
+        if cake:
+            of_layers = terms.nan_to_num(nan=0.0, posinf=0.0).view(-1, self.heads, 2).sum(1)
+            preference = cake.combined(of_layers)
         return torch.where(holding.valid, weights, 0.0), preference
 
-    def _read(
-        self, sequence: Sequence, eviction: Eviction, holding: Holding, some: slice
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [l, H, W, G, D], their positions [W], keys [l, H, most, 1, b, D]."""
-        layers = self.layers[some]
-        queries, positions = window_queries(layers, sequence, eviction, self.settings.window)
-        queries = queries.unflatten(2, (self.heads, -1)).transpose(1, 2)
-        units = holding.units[some].clamp(min=0)
-        keys = layers[0].keys.read(self.space.flat, units.flatten())
-        return queries, positions, keys.unflatten(0, units.shape)
+    def _groups(self, counts: Tensor, looking: bool) -> list[tuple[Tensor, int]]:
+        """Pairs to score at once, with the most blocks that one of them holds."""
+        if not looking:
+            return [(torch.arange(len(counts)), int(counts.max()))]
+        unit = self.layers[0].cache[0, 0].numel() // 2
+        most, order = counts.sort(descending=True, stable=True)
+        sizes, groups, first = most.tolist(), [], 0
+        while first < len(sizes):
+            # The first of a group holds the most: the others are padded to it.
+            end = first + max(1, MAX_KEYS // (unit * sizes[first]))
+            groups.append((order[first:end], sizes[first]))
+            first = end
+        return groups
+
+    def _keys(self, units: Tensor) -> Tensor:
+        """Keys [R, most, 1, b, D] of units [R, most]; a row's padding gets its first one's keys."""
+        units = torch.where(units < 0, units[:, :1], units)
+        keys = self.layers[0].keys.read(self.space.flat, units.flatten())
+        return keys.unflatten(0, units.shape)

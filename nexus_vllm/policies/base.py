@@ -16,8 +16,12 @@ from torch import Tensor
 
 Heads = Literal["per-head", "mean"]
 
-MAX_LOGITS = 1 << 24
-"""Float32 logits held at once (64 MiB), unless one KV head of one row needs more."""
+MAX_LOGITS = 1 << 20
+"""Float32 logits held at once (4 MiB), unless one KV head of one row needs more.
+
+A CPU reads them several times, so they should stay in its caches, and glibc takes far larger
+buffers from the system anew each time.
+"""
 
 
 @dataclass(frozen=True)
@@ -112,8 +116,9 @@ def block_attention(obs: Observation, heads: Heads = "per-head") -> Tensor:
     kv_heads, block = keys.shape[-3:-1]
     queries = queries.reshape(-1, window, query_heads, dim)
     keys = keys.reshape(-1, size, kv_heads, block, dim)
-    ids = obs.block_ids.reshape(-1, size, 1)
+    ids = obs.block_ids.reshape(-1, size)
     offsets = torch.arange(block, device=ids.device)
+    by_dim = keys.stride(-2) == 1  # as some caches lay keys out: the product takes either order
     if heads == "mean":
         query_heads = kv_heads = 1
     group = query_heads // kv_heads
@@ -130,13 +135,19 @@ def block_attention(obs: Observation, heads: Heads = "per-head") -> Tensor:
             q_rows = q_rows.mean(dim=2, keepdim=True, dtype=torch.float32)
             k_rows = k_rows.mean(dim=2, keepdim=True, dtype=torch.float32)
         q_rows = q_rows.unflatten(2, (kv_heads, group))
-        later = (ids[rows] * block + offsets).flatten(1)[:, None] > positions[:, None]  # [r, W, Nb]
+        last = (positions[:, None] - ids[rows, None, :] * block)[..., None]  # offset seen last
+        hidden = torch.zeros(*last.shape[:-1], block, dtype=torch.float32, device=ids.device)
+        hidden.masked_fill_(offsets > last, -torch.inf)  # [r, W, N, b]
         for first_head in range(0, kv_heads, head_step):
             some = slice(first_head, first_head + head_step)
             q = q_rows[:, :, some].float().transpose(1, 2) * obs.scale  # [r, h, W, G, D]
-            k = k_rows[:, :, some].float().transpose(1, 2).flatten(2, 3)  # [r, h, Nb, D]
-            logits = (q.flatten(2, 3) @ k.mT).unflatten(2, (window, group))
-            logits.masked_fill_(later[:, None, :, None], -torch.inf)
+            k = k_rows[:, :, some].float()  # [r, N, h, b, D]
+            if by_dim:
+                k = k.permute(0, 2, 4, 1, 3).flatten(3)  # [r, h, D, Nb]
+            else:
+                k = k.transpose(1, 2).flatten(2, 3).mT
+            logits = (q.flatten(2, 3) @ k).unflatten(2, (window, group))
+            logits.add_(hidden.flatten(2)[:, None, :, None])
             highest = logits.amax(dim=-1, keepdim=True).clamp_(min=lowest)
             mass = logits.sub_(highest).exp_().unflatten(-1, (size, block)).sum(-1)
             maps[rows, some] = mass / mass.sum(-1, keepdim=True).clamp_(min=tiny)

@@ -77,3 +77,45 @@ def test_numbers_that_are_not_finite_do_not_end_the_engine(
     blocks = set(kept.flatten().tolist())
     assert len(blocks) == 5
     assert {0, 8, 9} <= blocks
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "ada", "cake", "global"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_stays_does_not_depend_on_how_much_is_scored_at_once(
+    allocator: str, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers and heads are scored in groups as memory allows, and then compared with each other."""
+    settings, cpu = Settings(selector="topk"), torch.device("cpu")
+    layers, heads, size, pages = 3, 2, 4, 60
+    draw = torch.Generator().manual_seed(7)
+    numbers = torch.randn(layers, pages, heads, 32, 2 * size, generator=draw)
+    window = torch.randn(layers, settings.window, 2 * heads, size, generator=draw)
+    token, dim = torch.arange(32)[:, None], torch.arange(size)
+    order = token + 32 * dim if transposed else 2 * size * token + dim
+
+    def kept(keys: int, logits: int) -> list[list[int]]:
+        monkeypatch.setattr("nexus_vllm.engine.evictor.MAX_KEYS", keys)
+        monkeypatch.setattr("nexus_vllm.engine.uneven.MAX_KEYS", keys)
+        monkeypatch.setattr("nexus_vllm.policies.base.MAX_LOGITS", logits)
+        parts = []
+        cache = numbers.clone()
+        for row in range(layers):
+            ring = LayerWindow(1, settings.window, 2 * heads, size, torch.float32, cpu)
+            ring.ring.copy_(window[row] * (row + 1))  # layers that look differently widely
+            parts.append(Layer(row, cache[row], KeyLayout.of(order), 1.0, size, ring))
+        even, uneven = Evictor(parts, settings), UnevenEvictor(parts, settings)
+        sequence, found = Sequence(0), []
+        first, live = 0, list(range(1, 41))
+        for target in (20, 32):  # the second finds heads that hold different numbers
+            stay = live[target - first :]
+            eviction = Eviction("r", "nexus", allocator, 0, 0, 1280, first, target, live, stay, [])
+            if allocator == "uniform":
+                _, blocks = even.evict(sequence, eviction)
+            else:
+                dealt = even.policies["nexus"], allocators.make(allocator)
+                _, blocks = uneven.evict(sequence, eviction, *dealt)
+            found += [sorted(row) for row in blocks.flatten(0, -2).tolist()]
+            first, live = target, stay
+        return found
+
+    assert kept(1, 1) == kept(1 << 12, 1 << 12) == kept(1 << 30, 1 << 30)
