@@ -3,11 +3,19 @@
 #
 #   scripts/bench.sh [nexus-vllm bench options ...]
 #
-# Writes bench/report.md and bench/report.json, or to --out DIR. `--parts a,c,f` takes some of it.
+# Writes report.md, report.json and plots to bench, or to --out DIR. The sizes are those of
+# docs/bench/report.md, made by `scripts/bench.sh --out docs/bench`: about an hour on two cores that
+# have nothing else to do. `--parts a,f` takes some of it; sizes that are given again replace these.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-"$root/scripts/setup.sh"
+"$root/scripts/setup.sh" --dev
 export HF_HUB_OFFLINE=1
 model=$("$root/.venv/bin/python" "$root/scripts/prepare_model.py")
-exec "$root/.venv/bin/nexus-vllm" bench "$model" --out "$root/bench" "$@"
+exec "$root/.venv/bin/nexus-vllm" bench "$model" --out "$root/bench" \
+  --rounds 4 \
+  --contexts 2048,4096,8192 --batches 1,8 \
+  --loads 2048+2048x12,3584+512x8 \
+  --fed-tokens 50000 --stream-tokens 2000 --stream-allocators uniform,lu \
+  --live-tokens 512,1024,2048,4096 \
+  "$@"

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from nexus_vllm.tools import bench_servers, bench_steps
 from nexus_vllm.tools.bench_engine import ENDING
 from nexus_vllm.tools.bench_report import Part, as_json, kv_gib, render
 from nexus_vllm.tools.bench_servers import Load, Pair, compare, say
+
+LOAD = "PROMPT+OUTPUTxREQUESTS tokens and requests, all at once or with @CONCURRENCY"
 
 
 def add_to(commands: Any) -> None:
@@ -48,16 +50,11 @@ def add_to(commands: Any) -> None:
     option("--our-args", type=shlex.split, default=[], metavar="ARGS", help="for our server")
     option("--stock-block-size", type=int, default=128, help="a guess; found out if wrong")
     small = parser.add_argument_group("c: a small pool, which holds two whole sequences")
-    small.add_argument("--prompt-tokens", type=int, default=1900, metavar="N")
-    small.add_argument("--output-tokens", type=int, default=64, metavar="N")
-    small.add_argument("--requests", type=int, default=12, metavar="N")
-    small.add_argument("--concurrency", type=int, default=12, metavar="N")
+    small.add_argument("--loads", type=_loads, default="900+220x8", metavar="LOAD,...", help=LOAD)
+    small.add_argument("--small-rounds", type=int, default=1, metavar="N")
     small.add_argument("--pool-sequences", type=int, default=2, metavar="N")
     ample = parser.add_argument_group("a, d: an ample pool")
-    ample.add_argument("--ample-prompt-tokens", type=int, default=512, metavar="N")
-    ample.add_argument("--ample-output-tokens", type=int, default=96, metavar="N")
-    ample.add_argument("--ample-requests", type=int, default=8, metavar="N")
-    ample.add_argument("--ample-concurrency", type=int, default=4, metavar="N")
+    ample.add_argument("--ample-loads", type=_loads, default="512+96x8@4", help=LOAD)
     ample.add_argument("--texts", type=int, default=4, metavar="N", help="a, d: texts compared")
     decode = parser.add_argument_group("b: decode speed")
     decode.add_argument("--contexts", type=_numbers, default="2048", metavar="N,...")
@@ -65,9 +62,14 @@ def add_to(commands: Any) -> None:
     decode.add_argument("--densities", type=_numbers, default="100,50,20,10", metavar="PERCENT,...")
     decode.add_argument("--turns", type=int, default=24, metavar="N", help="steps of each")
     stream = parser.add_argument_group("e: a long stream")
-    stream.add_argument("--stream-tokens", type=int, default=4000, metavar="N")
+    stream.add_argument("--fed-tokens", type=int, default=4000, metavar="N")
+    stream.add_argument("--stream-tokens", type=int, default=600, metavar="N", help="generated")
     stream.add_argument("--stream-budget", type=int, default=512, metavar="N")
     stream.add_argument("--stream-allocators", type=_words, default="uniform", metavar="NAME,...")
+    longer = parser.add_argument_group("g: a prompt longer than the pool")
+    longer.add_argument("--long-prompt-tokens", type=int, default=7000, metavar="N")
+    longer.add_argument("--long-pool-tokens", type=int, default=2048, metavar="N")
+    longer.add_argument("--long-output-tokens", type=int, default=64, metavar="N")
     cost = parser.add_argument_group("f: cost of an eviction")
     cost.add_argument("--live-tokens", type=_numbers, default="512,1024", metavar="N,...")
     cost.add_argument("--live-density", type=float, default=0.5, help="of the prompt's tokens")
@@ -100,11 +102,11 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> None:
     if not (args.model / "config.json").is_file():
         raise ValueError(f"{args.model} is not the folder of a model; scripts/prepare_model.py")
-    args.model = args.model.resolve()
+    args.given, args.model = args.model, args.model.resolve()
     args.cpu = not _gpu()
     args.out.mkdir(parents=True, exist_ok=True)
     told = machine(args.cpu)
-    told["command"] = shlex.join(["nexus-vllm", *sys.argv[1:]])
+    told |= {"model": args.model.name, "command": _typed(args)}
     parts: list[Part] = []
     with tempfile.TemporaryDirectory(prefix="nexus-bench-") as work:
         args.work = Path(work)
@@ -126,6 +128,12 @@ def _run(args: argparse.Namespace) -> None:
             for line in part.summary:
                 say(f"part {letter}: {line}")
     print(args.out / "report.md")
+
+
+def _typed(args: argparse.Namespace) -> str:
+    """This command, without the folders of this machine."""
+    folders = {str(args.given): "MODEL", str(args.out): "DIR"}
+    return shlex.join(["nexus-vllm", *(folders.get(item, item) for item in sys.argv[1:])])
 
 
 def _gpu() -> bool:
@@ -195,48 +203,41 @@ def _evicting(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def _small_pool(args: argparse.Namespace) -> Part:
-    load = Load(args.prompt_tokens, args.output_tokens, args.requests, args.concurrency)
+def _longest(loads: Sequence[Load]) -> int:
     # The client makes text of its random tokens, which may come back as a few tokens more.
-    pair = _pair(args, _evicting(args), load.prompt + load.output + 16, args.pool_sequences)
+    return max(load.prompt + load.output for load in loads) + 16
+
+
+def _small_pool(args: argparse.Namespace) -> Part:
+    pair = _pair(args, _evicting(args), _longest(args.loads), args.pool_sequences)
     part = Part(
         "c",
         TITLES["c"],
         f"A pool of {pair.pool_tokens} tokens, which holds {args.pool_sequences} sequences of "
-        f"{pair.max_model_len}. {_said(load)} Ours: {' '.join(pair.ours)}.",
+        f"{pair.max_model_len}. {_said(args.loads)} Ours: {' '.join(pair.ours)}.",
     )
-    part = compare(part, pair, load, args.rounds, args.seed)
-    found = part.data["ratios"]
-    part.summary.append(
-        f"running sequences, ours / stock: {found['most_running']:.2f} at most, "
-        f"{found['mean_running']:.2f} on average; TTFT p95 {found['ttft_p95_ms']:.2f}"
-    )
-    return part
+    return compare(part, pair, args.loads, args.small_rounds, args.seed)
 
 
 def _ample(args: argparse.Namespace, letter: str, ours: list[str], tokens: int) -> Part:
-    load = Load(
-        args.ample_prompt_tokens,
-        args.ample_output_tokens,
-        args.ample_requests,
-        args.ample_concurrency,
-    )
-    longest = max(load.prompt, 512) + load.output + 64
-    pair = _pair(args, ours, longest, 4 * load.concurrency)
+    loads = args.ample_loads
+    longest = max(_longest(loads), 600 + tokens)
+    pair = _pair(args, ours, longest, 4 * max(load.concurrency for load in loads))
     part = Part(
         letter,
         TITLES[letter],
-        f"A pool of {pair.pool_tokens} tokens, more than the load needs. {_said(load)} "
+        f"A pool of {pair.pool_tokens} tokens, more than the load needs. {_said(loads)} "
         f"Ours: {' '.join(pair.ours)}.",
     )
-    same = bench_servers.same_text(args.texts, tokens, 3 * min(512, load.prompt))
-    return compare(part, pair, load, args.rounds, args.seed, same if args.texts else None)
+    same = bench_servers.same_text(args.texts, tokens, 1500)
+    return compare(part, pair, loads, args.rounds, args.seed, same if args.texts else None)
 
 
-def _said(load: Load) -> str:
-    return (
-        f"{load.requests} requests of {load.prompt} + {load.output} tokens per round, "
+def _said(loads: Sequence[Load]) -> str:
+    return " ".join(
+        f"Load: {load.requests} requests of {load.prompt} + {load.output} tokens per round, "
         f"{load.concurrency} in flight."
+        for load in loads
     )
 
 
@@ -271,17 +272,34 @@ def _decode(args: argparse.Namespace) -> Part:
 
 def _stream(args: argparse.Namespace) -> Part:
     setup = (
-        f"One sequence at a time decodes {args.stream_tokens} tokens, whatever it says; it may "
-        f"keep {args.stream_budget}. Step times include evictions."
+        f"One sequence at a time is fed {args.fed_tokens} tokens of prose, chunk by chunk, and "
+        f"generates {args.stream_tokens} more, whatever it says; it may keep "
+        f"{args.stream_budget}. Step times include evictions."
     )
     return bench_steps.long_stream(
         Part("e", TITLES["e"], setup),
         args.model,
         args.work,
         args.cpu,
+        args.fed_tokens,
         args.stream_tokens,
         args.stream_budget,
         args.stream_allocators,
+    )
+
+
+def _longer(args: argparse.Namespace) -> Part:
+    length = args.long_prompt_tokens + args.long_output_tokens
+    pair = _pair(args, _evicting(args), length, 1)
+    pair.pool_tokens = args.long_pool_tokens
+    part = Part(
+        "g",
+        TITLES["g"],
+        f"A prompt of {args.long_prompt_tokens} tokens on a pool of {pair.pool_tokens}. "
+        f"Ours: {' '.join(pair.ours)}.",
+    )
+    return bench_servers.longer_than_memory(
+        part, pair, args.long_prompt_tokens, args.long_output_tokens
     )
 
 
@@ -311,6 +329,7 @@ TITLES = {
     "d": "an ample pool, evicting under pressure only",
     "e": "a long stream",
     "f": "the cost of an eviction",
+    "g": "a prompt longer than the pool",
 }
 PARTS: dict[str, Callable[[argparse.Namespace], Part]] = {
     "a": _idle,
@@ -319,6 +338,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Part]] = {
     "d": _pressure,
     "e": _stream,
     "f": _cost,
+    "g": _longer,
 }
 
 
@@ -332,6 +352,13 @@ def _parts(text: str) -> list[str]:
 
 def _numbers(text: str) -> list[int]:
     return [int(item) for item in text.split(",")]
+
+
+def _loads(text: str) -> list[Load]:
+    try:
+        return [Load.of(item) for item in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _words(text: str) -> list[str]:

@@ -9,6 +9,7 @@ scheduler: no vLLM interface does that.
 
 import json
 import os
+import re
 import sys
 import time
 from typing import Any
@@ -77,23 +78,33 @@ class Host:
 
     def start(
         self, name: str, count: int, length: int, tokens: int, extra: dict[str, str] | None = None
-    ) -> dict[str, Any]:
-        """Compute a group's prompts, each up to its first token, and hide it."""
+    ) -> list[dict[str, Any]]:
+        """Compute a group's prompts, each up to its first token, and hide it.
+
+        Returns for each step its seconds, the tokens computed, and the pages held after it.
+        """
         from vllm import SamplingParams
 
         params = SamplingParams(
             temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra
         )
-        begin = time.perf_counter()
         waiting = set()
         for index, prompt in enumerate(self.prompts(count, length)):
             waiting.add(f"{name}-{index}")
             self.engine.add_request(f"{name}-{index}", {"prompt_token_ids": prompt}, params)
+        steps, computed = [], 0
         while waiting:
+            begin = time.perf_counter()
             waiting -= {out.request_id for out in self.engine.step() if out.outputs[0].token_ids}
-        self.groups[name] = list(self.scheduler.running)
+            seconds = time.perf_counter() - begin
+            self.groups[name] = list(self.scheduler.running)
+            after = sum(request.num_computed_tokens for request in self.groups[name])
+            steps.append(
+                {"seconds": seconds, "tokens": after - computed, "pages": self._pages(name)}
+            )
+            computed = after
         self.scheduler.running.clear()
-        return {"seconds": time.perf_counter() - begin, "pages": self._pages(name)}
+        return steps
 
     def turn(self, name: str, count: int = 1) -> list[dict[str, Any]]:
         """Steps of this group alone: seconds of each, the evictions that it began with, the seconds
@@ -117,6 +128,23 @@ class Host:
             )
         self.scheduler.running.clear()
         return told
+
+    def breakdown(self, name: str, count: int) -> dict[str, float]:
+        """Where `count` steps of a group spend their time, by torch's profiler: ms a step."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            steps = self.turn(name, count)
+        told = dict.fromkeys(("linear", "attention", "other operators"), 0.0)
+        for event in seen.key_averages():
+            kind = "other operators"
+            if "attention" in event.key:
+                kind = "attention"
+            elif re.search(r"linear|mm\b|gemm", event.key):
+                kind = "linear"
+            told[kind] += event.self_cpu_time_total / 1e3 / count
+        whole = 1e3 * sum(step["seconds"] for step in steps) / count
+        return {**told, "between operators": whole - sum(told.values()), "step": whole}
 
     def close(self, name: str) -> None:
         """Drop a group."""

@@ -64,6 +64,11 @@ def vllm_command() -> str:
     return str(Path(sys.executable).parent / "vllm")
 
 
+def as_typed(arguments: Sequence[str], model: Path) -> str:
+    """A `vllm` command as one would type it, with MODEL for the folder."""
+    return shlex.join("MODEL" if item == str(model) else item for item in ["vllm", *arguments])
+
+
 def say(text: str) -> None:
     """One line of progress."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
@@ -90,7 +95,7 @@ class Server:
             self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
         port = self.url.rsplit(":", 1)[1]
         shown = ["serve", str(model), *options, "--served-model-name", SERVED]
-        self.command = ("VLLM_PLUGINS= " if name == "stock" else "") + shlex.join(["vllm", *shown])
+        self.command = ("VLLM_PLUGINS= " if name == "stock" else "") + as_typed(shown, model)
         self.log = log
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
@@ -137,17 +142,24 @@ class Server:
             told: bytes = reply.read()
         return told.decode()
 
-    def complete(self, prompt: str, tokens: int) -> tuple[str, int]:
+    def complete(self, prompt: str | list[int], tokens: int) -> tuple[str, int]:
         """The greedy text after a prompt, and the prompt's tokens."""
+        told = self.reply(prompt, tokens)
+        return told["choices"][0]["text"], told["usage"]["prompt_tokens"]
+
+    def reply(self, prompt: str | list[int], tokens: int) -> dict[str, Any]:
+        """The whole reply, greedy."""
         body = {"model": SERVED, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        return self.post("/v1/completions", body)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """A JSON reply to a JSON body."""
         request = urllib.request.Request(
-            self.url + "/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=600) as reply:
-            told = json.load(reply)
-        return told["choices"][0]["text"], told["usage"]["prompt_tokens"]
+            told: dict[str, Any] = json.load(reply)
+        return told
 
     def cache(self) -> tuple[int, int]:
         """Pages of the pool, and tokens of each."""
@@ -166,21 +178,22 @@ class Sampler:
 
     def __init__(self, server: Server, every: float = 0.3) -> None:
         self.server, self.every = server, every
-        self.running: list[float] = []
-        self.usage: list[float] = []
+        self.timeline: list[tuple[float, float, float, float]] = []
+        """Seconds, running and waiting requests, share of the pool in use; while any runs."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def _sample(self) -> None:
+        begin = time.perf_counter()
         while not self._stop.wait(self.every):
             try:
                 page = self.server.get("/metrics")
             except OSError:
                 continue
-            running = metric(page, "vllm:num_requests_running")
+            names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            running, waiting, usage = (metric(page, f"vllm:{name}") for name in names)
             if running:  # not before and after the load
-                self.running.append(running)
-                self.usage.append(metric(page, "vllm:kv_cache_usage_perc"))
+                self.timeline.append((time.perf_counter() - begin, running, waiting, usage))
 
     def __enter__(self) -> "Sampler":
         self.before = self.server.get("/metrics")
@@ -205,6 +218,18 @@ class Load:
     requests: int
     concurrency: int
 
+    def __str__(self) -> str:
+        return f"{self.prompt}+{self.output}, {self.concurrency} at once"
+
+    @classmethod
+    def of(cls, text: str) -> "Load":
+        """From PROMPT+OUTPUTxREQUESTS, all at once, or with @CONCURRENCY. Raises ValueError."""
+        found = re.fullmatch(r"(\d+)\+(\d+)x(\d+)(?:@(\d+))?", text)
+        if not found:
+            raise ValueError(f"{text!r} is not PROMPT+OUTPUTxREQUESTS, as in 512+96x8@4")
+        prompt, output, requests, concurrency = found.groups()
+        return cls(int(prompt), int(output), int(requests), int(concurrency or requests))
+
     def command(self, model: Path, url: str, seed: int, result: Path) -> list[str]:
         """Arguments of `vllm`."""
         options = {
@@ -223,18 +248,18 @@ class Load:
             "temperature": 0,
             "percentile-metrics": "ttft,tpot,itl",
             "metric-percentiles": "50,95",
-            "result-dir": str(result.parent),
-            "result-filename": result.name,
         }
         given = [item for key, value in options.items() for item in (f"--{key}", str(value))]
         flags = ["--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed"]
-        return ["bench", "serve", *given, *flags]
+        kept = ["--result-dir", str(result.parent), "--result-filename", result.name]
+        return ["bench", "serve", *given, *flags, *kept]
 
 
 def numbers(result: Mapping[str, Any], sampler: Sampler) -> dict[str, float]:
     """What a load's result file and the gauges beside it say."""
     ttfts = [1e3 * value for value in result["ttfts"]]
     itls = [1e3 * value for values in result["itls"] for value in values]
+    running = [entry[1] for entry in sampler.timeline]
     return {
         "requests_per_s": result["request_throughput"],
         "output_per_s": result["output_throughput"],
@@ -242,10 +267,10 @@ def numbers(result: Mapping[str, Any], sampler: Sampler) -> dict[str, float]:
         "ttft_p95_ms": percentile(ttfts, 95),
         "itl_p50_ms": percentile(itls, 50),
         "itl_p95_ms": percentile(itls, 95),
-        "most_running": max(sampler.running, default=0.0),
-        "mean_running": sum(sampler.running) / max(1, len(sampler.running)),
+        "most_running": max(running, default=0.0),
+        "mean_running": sum(running) / max(1, len(running)),
         "preemptions": sampler.change("vllm:num_preemptions_total"),
-        "peak_usage": max(sampler.usage, default=0.0),
+        "peak_usage": max((entry[3] for entry in sampler.timeline), default=0.0),
         "evicted_blocks": sampler.change("nexus:evicted_blocks_total"),
         "completed": result["completed"],
         "failed": result.get("failed", 0),
@@ -255,8 +280,8 @@ def numbers(result: Mapping[str, Any], sampler: Sampler) -> dict[str, float]:
 
 def run_load(
     server: Server, load: Load, model: Path, seed: int, out: Path
-) -> tuple[dict[str, float], str]:
-    """One load on one server: its numbers, and the command as one would type it."""
+) -> tuple[dict[str, float], str, Sampler]:
+    """One load on one server: its numbers, the command as one would type it, the gauges."""
     result = out / f"load-{server.name}-{seed}.json"
     result.unlink(missing_ok=True)
     command = load.command(model, server.url, seed, result)
@@ -282,7 +307,7 @@ def run_load(
     result.unlink()
     if found["completed"] != load.requests:
         say(f"{server.name}: only {found['completed']:.0f} of {load.requests} requests completed")
-    return found, shlex.join(["vllm", *command])
+    return found, as_typed(command[: command.index("--result-dir")], model), sampler
 
 
 @dataclass
@@ -305,7 +330,7 @@ class Pair:
 
         A pool is given in pages, so equal memory needs both block sizes.
         """
-        begun = {name: self._begin(stack, name, self.stock_block) for name in ("stock", "ours")}
+        begun = {name: self.begin(stack, name, self.stock_block) for name in ("stock", "ours")}
         for name, server in begun.items():
             server.wait()
             size = self.stock_block if name == "stock" else BLOCK
@@ -315,12 +340,13 @@ class Pair:
                     raise RuntimeError(f"ours has a pool of {found[0]} blocks of {found[1]} tokens")
                 say(f"stock has blocks of {found[1]} tokens, starting it again")
                 server.__exit__()
-                server = self._begin(stack, name, found[1])
+                server = self.begin(stack, name, found[1])
                 server.wait()
                 self.stock_block = server.cache()[1]
             self.servers[name] = server
 
-    def _begin(self, stack: ExitStack, name: str, block: int) -> Server:
+    def begin(self, stack: ExitStack, name: str, block: int) -> Server:
+        """One of the two servers, not yet up; `block`: stock's block size."""
         size, own = (block, self.stock) if name == "stock" else (BLOCK, self.ours)
         pool = pool_blocks(self.pool_tokens, size)
         options = [
@@ -337,46 +363,105 @@ Check = Callable[[Server, Server, Part], None]
 
 
 def compare(
-    part: Part, pair: Pair, load: Load, rounds: int, seed: int, check: Check | None = None
+    part: Part,
+    pair: Pair,
+    loads: Sequence[Load],
+    rounds: int,
+    seed: int,
+    check: Check | None = None,
 ) -> Part:
-    """Fill a part: `rounds` of the load on each server in turn, the other one idle."""
-    told: dict[str, list[dict[str, float]]] = {"stock": [], "ours": []}
+    """Fill a part: `rounds` of each load on each server in turn, the other one idle."""
+    part.data["loads"] = []
     with ExitStack() as stack:
         say(f"part {part.letter}: starting both servers")
         pair.start(stack)
-        warm, timed = prose(2, 3 * load.prompt)
+        part.data["stock_block_size"] = pair.stock_block
+        part.commands += [server.command for server in pair.servers.values()]
+        warm = prose(1, 1000)[0]
         for server in pair.servers.values():
             server.complete(warm, 4)
-        begin = time.perf_counter()
-        _, length = pair.servers["stock"].complete(timed, 1)
-        alone = (time.perf_counter() - begin) * load.prompt / length
-        part.data["prompt_seconds"] = alone
-        part.summary.append(
-            f"computing one prompt takes stock {alone:.2f} s: where prompts alone keep the machine "
-            f"busy, nothing serves more than about {1 / alone:.3f} requests/s"
-        )
         if check:
             check(pair.servers["stock"], pair.servers["ours"], part)
-        for turn in range(rounds):
-            for name in ("stock", "ours")[:: -1 if turn % 2 else 1]:
-                # A seed of its own for each round: a prompt met twice would come from the cache.
-                server = pair.servers[name]
-                found, command = run_load(server, load, pair.model, seed + turn, pair.out)
-                told[name].append(found)
-                say(
-                    f"part {part.letter}: round {turn + 1}/{rounds} {name}: "
-                    f"{found['requests_per_s']:.3f} requests/s, "
-                    f"most running {found['most_running']:.0f}"
-                )
-                if not turn:
-                    part.commands += [server.command, command]
-    part.data |= {"rounds": told, "load": vars(load), "stock_block_size": pair.stock_block}
+        for load in loads:
+            _compare(part, pair, load, rounds, seed)
+    return part
+
+
+def _compare(part: Part, pair: Pair, load: Load, rounds: int, seed: int) -> None:
+    text = prose(1, 4 * load.prompt)[0]
+    begin = time.perf_counter()
+    _, length = pair.servers["stock"].complete(f"{load.requests} {load.output} {text}", 1)
+    alone = (time.perf_counter() - begin) * load.prompt / length
+    told: dict[str, list[dict[str, float]]] = {"stock": [], "ours": []}
+    timelines: dict[str, list[tuple[float, ...]]] = {}
+    for turn in range(rounds):
+        for name in ("stock", "ours")[:: -1 if turn % 2 else 1]:
+            # A seed of its own for each round: a prompt met twice would come from the cache.
+            server = pair.servers[name]
+            found, command, sampler = run_load(server, load, pair.model, seed + turn, pair.out)
+            told[name].append(found)
+            say(
+                f"part {part.letter}: {load}: round {turn + 1}/{rounds} {name}: "
+                f"{found['requests_per_s']:.3f} requests/s, "
+                f"most running {found['most_running']:.0f}"
+            )
+            if not turn:
+                part.commands.append(command)
+                timelines[name] = list(sampler.timeline)
+    part.data.setdefault("timelines", timelines)
     part.tables.append(load_table(told))
     medians = {key: median(ratios(told["ours"], told["stock"], key)) for key in NUMBERS}
-    part.data["ratios"] = medians
+    part.data["loads"].append(
+        {
+            "load": vars(load),
+            "prompt_seconds": alone,
+            "rounds": told,
+            "ratios": medians,
+            "timelines": timelines,
+        }
+    )
     each = ", ".join(f"{r:.3f}" for r in ratios(told["ours"], told["stock"], "requests_per_s"))
+    part.summary += [
+        f"{load}: requests/s, ours / stock: {medians['requests_per_s']:.3f} (rounds: {each}); "
+        f"running {medians['most_running']:.2f} at most, {medians['mean_running']:.2f} on average; "
+        f"TTFT p95 {medians['ttft_p95_ms']:.2f}, ITL p50 {medians['itl_p50_ms']:.2f}, "
+        f"p95 {medians['itl_p95_ms']:.2f}",
+        f"{load}: computing one prompt takes stock {alone:.2f} s, so that prompts alone allow "
+        f"{1 / alone:.3f} requests/s",
+    ]
+
+
+def longer_than_memory(part: Part, pair: Pair, prompt: int, tokens: int) -> Part:
+    """Part g: one prompt that the pool cannot hold; stock is started to hear what it says."""
+    with ExitStack() as stack:
+        server = pair.begin(stack, "stock", pair.stock_block)
+        try:
+            server.wait()
+        except RuntimeError:
+            said = re.findall(r"(ValueError: .*)", server.log.read_text()) or ["see its log"]
+            part.summary.append(f"stock does not start on this pool: `{said[0].strip()}`")
+        else:
+            part.summary.append("stock starts on this pool: it is not smaller than one sequence")
+        part.commands.append(server.command)
+    with ExitStack() as stack:
+        server = pair.begin(stack, "ours", pair.stock_block)
+        server.wait()
+        part.commands.append(server.command)
+        ids = server.post("/tokenize", {"model": SERVED, "prompt": prose(1, 8 * prompt)[0]})
+        with Sampler(server) as sampler:
+            begun = time.perf_counter()
+            told = server.reply(ids["tokens"][:prompt], tokens)
+            seconds = time.perf_counter() - begun
+    record = told["kv_transfer_params"]["kv_eviction"]
+    pages = pool_blocks(pair.pool_tokens, BLOCK) - 1
+    part.data |= {"record": record, "usage": told["usage"], "seconds_of_reply": seconds}
+    part.data["timelines"] = {"ours": sampler.timeline}
     part.summary.append(
-        f"requests/s, ours / stock: {medians['requests_per_s']:.3f} (median of rounds: {each})"
+        f"ours answers {told['usage']['prompt_tokens']} tokens with "
+        f"{told['usage']['completion_tokens']} in {seconds:.0f} s on {pages} pages "
+        f"({pair.pool_tokens} tokens): at most {record['peak_blocks']} held, "
+        f"{record['final_blocks']} at the end, {record['eviction_steps']} evictions, "
+        f"prefill {record['prefill']}"
     )
     return part
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -147,7 +148,8 @@ def eviction_cost(
                 extra = {"kv_budget": str(tokens), "kv_allocator": allocator}
                 length = {"length": prompt, "tokens": WARM_UP + (evictions + 1) * interval + 8}
                 told = engine("start", name=name, count=1, extra=extra, **length)
-                say(f"part f: {name}: prompt of {prompt} tokens took {told['seconds']:.0f} s")
+                took = sum(step["seconds"] for step in told)
+                say(f"part f: {name}: prompt of {prompt} tokens took {took:.0f} s")
                 # The first step after the prompt evicts what is over the budget.
                 first = engine("turn", name=name, count=WARM_UP)
                 steps = engine("turn", name=name, count=(evictions + 1) * interval)
@@ -219,6 +221,18 @@ def decode_speed(
             "against stock",
             "ideal, ms",
             "share of the ideal",
+        ]
+    )
+    parts = Table(
+        [
+            "context",
+            "batch",
+            "who",
+            "linear layers, ms",
+            "attention, ms",
+            "other operators, ms",
+            "between operators, ms",
+            "profiled step, ms",
         ]
     )
     rows: list[dict[str, Any]] = []
@@ -297,23 +311,48 @@ def decode_speed(
                         f"part b: {context} x {batch}, {name}: {row['step_ms']:.1f} ms, "
                         f"{row['against_stock']:.2f} of stock's speed"
                     )
+                if cpu and batch == most:
+                    for name in shown_in_detail(list(who)):
+                        host, group = who[name]
+                        spent = engines[host]("breakdown", name=group, count=8)
+                        parts.rows.append([context, batch, name, *spent.values()])
+                        part.data.setdefault("breakdown", []).append(
+                            {"context": context, "batch": batch, "who": name, **spent}
+                        )
                 for host, group in who.values():
                     engines[host]("close", name=group)
     part.tables.append(table)
+    if parts.rows:
+        part.tables.append(parts)
     part.data["rows"] = rows
     return part
 
 
+def shown_in_detail(names: list[str]) -> list[str]:
+    """Stock and the density next to a fifth."""
+    ours = [name for name in names if name != "stock"]
+    return ["stock", min(ours, key=lambda name: abs(int(name.split()[1].rstrip("%")) - 20))]
+
+
 def long_stream(
-    part: Part, model: Path, out: Path, cpu: bool, tokens: int, budget: int, allocators: list[str]
+    part: Part,
+    model: Path,
+    out: Path,
+    cpu: bool,
+    fed: int,
+    generated: int,
+    budget: int,
+    allocators: Sequence[str],
 ) -> Part:
-    """Part e: one sequence per allocator that generates on and on."""
+    """Part e: one sequence per allocator that is fed a long prompt and generates on and on."""
     config = json.loads((model / "config.json").read_text())
-    prompt, slices = 256, 20
+    slices = 40
     # As small as the budget allows: pages that were not given back would show as a hang.
     blocks = len(allocators) * (budget // BLOCK + 16) + 64
-    options = engine_options(cpu, prompt + tokens + BLOCK, 4, blocks)
-    table = Table(["allocator", "tokens", "held pages, most", "decode step, ms", "p95, ms"])
+    options = engine_options(cpu, fed + generated + BLOCK, 4, blocks)
+    table = Table(
+        ["allocator", "tokens", "", "held pages, most", "seconds of a step, median", "p95"]
+    )
     part.data["streams"] = {}
     with Stepped(
         "ours",
@@ -325,47 +364,44 @@ def long_stream(
     ) as engine:
         say("part e: starting an engine")
         part.data["engine"] = engine.ready()
-        streams: dict[str, list[dict[str, Any]]] = {name: [] for name in allocators}
         for name in allocators:
-            extra = {"kv_allocator": name}
-            engine("start", name=name, count=1, length=prompt, tokens=tokens, extra=extra)
-        size = max(1, (tokens - 2) // slices)
-        for index in range(slices):
-            for name in allocators:
-                steps = engine("turn", name=name, count=size)
-                streams[name] += steps
-                seconds = [s["seconds"] for s in steps]
-                row = [
-                    name,
-                    prompt + (index + 1) * size,
-                    max(s["pages"] for s in steps),
-                    1e3 * median(seconds),
-                    1e3 * percentile(seconds, 95),
-                ]
-                table.rows.append(row)
-                say(f"part e: {name}: {row[1]} tokens, {row[2]} pages, {row[3]:.1f} ms")
-        for name in allocators:
+            extra = {"kv_allocator": name, "kv_prefill": "streaming"}
+            told = engine("start", name=name, count=1, length=fed, tokens=generated, extra=extra)
+            say(f"part e: {name}: fed {fed} tokens in {sum(s['seconds'] for s in told):.0f} s")
+            made: list[dict[str, Any]] = []
+            while len(made) < generated - 2:
+                made += engine("turn", name=name, count=min(100, generated - 2 - len(made)))
             engine("close", name=name)
-    for name, steps in streams.items():
-        full = budget // BLOCK
-        begin = next((i for i, s in enumerate(steps) if s["evictions"]), len(steps))
-        flat = steps[begin:]  # from the first eviction on
-        first, last = quarters([s["seconds"] for s in flat])
-        pages = [s["pages"] for s in flat]
-        part.data["streams"][name] = {
-            "tokens": prompt + len(steps),
-            "first_quarter_ms": 1e3 * first,
-            "last_quarter_ms": 1e3 * last,
-            "last_to_first": ratio(last, first),
-            "pages_first": max(pages[: max(1, len(pages) // 4)], default=0),
-            "pages_last": max(pages[-max(1, len(pages) // 4) :], default=0),
-            "evictions": sum(s["evictions"] for s in steps),
-        }
-        part.summary.append(
-            f"{name}, {prompt + len(steps)} tokens, budget of {full} blocks: last quarter / first "
-            f"quarter of the step time {ratio(last, first):.3f}, pages at most "
-            f"{max(pages, default=0)}"
-        )
+            # The first chunks fill the budget, and the last one is shorter.
+            usual = statistics.mode(step["tokens"] for step in told)
+            chunks = [s for s in told if s["tokens"] == usual][-(-budget // usual) :]
+            phases = {"fed": chunks, "generated": made[32:]}
+            series: list[list[Any]] = []
+            found: dict[str, Any] = {"tokens": fed + len(made), "series": series}
+            begin = {"fed": fed - usual * len(chunks), "generated": fed}
+            for phase, steps in phases.items():
+                seconds = [s["seconds"] for s in steps]
+                first, last = quarters(seconds)
+                found[phase] = {
+                    "first_quarter_s": first,
+                    "last_quarter_s": last,
+                    "last_to_first": ratio(last, first),
+                    "pages": max((s["pages"] for s in steps), default=0),
+                }
+                size = max(1, -(-len(steps) // slices))
+                for index in range(0, len(steps), size):
+                    some = steps[index : index + size]
+                    taken = [1e3 * s["seconds"] for s in some]
+                    tokens = begin[phase] + (index + len(some)) * (usual if phase == "fed" else 1)
+                    pages = max(s["pages"] for s in some)
+                    series.append([tokens, pages, median(taken), percentile(taken, 95), phase])
+                part.summary.append(
+                    f"{name}, {phase} up to token {fed if phase == 'fed' else fed + len(made)}: "
+                    f"last quarter / first quarter of the step time {ratio(last, first):.3f} "
+                    f"({first:.3f} s, {last:.3f} s), at most {found[phase]['pages']} pages"
+                )
+            part.data["streams"][name] = found
+            for tokens, pages, middle, high, phase in series[:: max(1, len(series) // 16)]:
+                table.rows.append([name, tokens, phase, pages, middle / 1e3, high / 1e3])
     part.tables.append(table)
-    part.data["rows"] = table.rows
     return part

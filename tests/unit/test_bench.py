@@ -94,8 +94,7 @@ def test_json_has_every_number_and_no_nan() -> None:
 
 def test_a_load_is_told_by_its_result_and_the_gauges() -> None:
     class Gauges:
-        running = (2.0, 4.0)
-        usage = (0.5, 0.75)
+        timeline = ((0.3, 2.0, 1.0, 0.5), (0.6, 4.0, 0.0, 0.75))
 
         def change(self, name: str) -> float:
             return 3.0 if "preemptions" in name else 0.0
