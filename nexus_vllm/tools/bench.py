@@ -24,6 +24,7 @@ from typing import Any
 import nexus_vllm
 from nexus_vllm.tools import bench_servers, bench_steps
 from nexus_vllm.tools.bench_engine import ENDING
+from nexus_vllm.tools.bench_plots import draw
 from nexus_vllm.tools.bench_report import Part, as_json, kv_gib, render
 from nexus_vllm.tools.bench_servers import Load, Pair, compare, say
 
@@ -123,8 +124,8 @@ def _run(args: argparse.Namespace) -> None:
                 f" Load of the machine before: {load:.1f}; took {part.data['seconds']:.0f} s."
             )
             parts.append(part)
-            (args.out / "report.md").write_text(render(told, parts))
             (args.out / "report.json").write_text(as_json(told, parts))
+            (args.out / "report.md").write_text(render(told, parts, draw(parts, args.out)))
             for line in part.summary:
                 say(f"part {letter}: {line}")
     print(args.out / "report.md")

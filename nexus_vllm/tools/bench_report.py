@@ -105,6 +105,14 @@ class Part:
     data: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Plot:
+    """A picture of a part. `file`: its name in the report's folder."""
+
+    file: str
+    caption: str
+
+
 def cell(value: object) -> str:
     """Three digits of a number that has no more to say; a dash where there is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -125,13 +133,19 @@ def render_table(table: Table) -> list[str]:
     return lines
 
 
-def render(machine: Mapping[str, Any], parts: Sequence[Part]) -> str:
-    """The report as Markdown."""
+def render(
+    machine: Mapping[str, Any],
+    parts: Sequence[Part],
+    plots: Mapping[str, Sequence[Plot]] | None = None,
+) -> str:
+    """The report as Markdown. `plots`: a part's letter -> what shows it."""
     lines = ["# Stock vLLM against nexus-vllm", ""]
     lines += [f"- {key}: {value}" for key, value in machine.items()]
     for part in parts:
         lines += ["", f"## {part.letter}. {part.title}", "", part.setup, ""]
         lines += [f"- {line}" for line in part.summary]
+        for plot in (plots or {}).get(part.letter, ()):
+            lines += ["", f"![{plot.caption}]({plot.file})"]
         for table in part.tables:
             lines += ["", *render_table(table)]
         if part.commands:
