@@ -25,7 +25,7 @@ import nexus_vllm
 from nexus_vllm.tools import bench_servers, bench_steps
 from nexus_vllm.tools.bench_engine import ENDING
 from nexus_vllm.tools.bench_plots import draw
-from nexus_vllm.tools.bench_report import Part, as_json, kv_gib, render
+from nexus_vllm.tools.bench_report import Part, as_json, kept_parts, kv_gib, render
 from nexus_vllm.tools.bench_servers import Load, Pair, compare, say
 
 LOAD = "PROMPT+OUTPUTxREQUESTS tokens and requests, all at once or with @CONCURRENCY"
@@ -36,7 +36,9 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure stock vLLM against eviction, side by side",
-        description="Write report.md and report.json: " + "; ".join(TITLES.values()) + ".",
+        description="Write report.md and report.json: "
+        + "; ".join(TITLES.values())
+        + ". Parts that a report in DIR has already, and --parts does not name, stay as they are.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", type=Path, help="folder of a model")
@@ -108,7 +110,7 @@ def _run(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     told = machine(args.cpu)
     told |= {"model": args.model.name, "command": _typed(args)}
-    parts: list[Part] = []
+    parts = _kept(args, told)
     with tempfile.TemporaryDirectory(prefix="nexus-bench-") as work:
         args.work = Path(work)
         for letter in args.parts:
@@ -121,14 +123,27 @@ def _run(args: argparse.Namespace) -> None:
                 raise
             part.data |= {"load_before": load, "seconds": time.monotonic() - began}
             part.setup += (
-                f" Load of the machine before: {load:.1f}; took {part.data['seconds']:.0f} s."
+                f" Measured {told['date']}, load of the machine before: {load:.1f}, took "
+                f"{part.data['seconds']:.0f} s."
             )
-            parts.append(part)
+            parts = sorted([*parts, part], key=lambda part: part.letter)
             (args.out / "report.json").write_text(as_json(told, parts))
             (args.out / "report.md").write_text(render(told, parts, draw(parts, args.out)))
             for line in part.summary:
                 say(f"part {letter}: {line}")
     print(args.out / "report.md")
+
+
+def _kept(args: argparse.Namespace, told: dict[str, Any]) -> list[Part]:
+    """Parts of the report in DIR that are not measured again."""
+    report = args.out / "report.json"
+    found = kept_parts(report.read_text(), told) if report.exists() else []
+    kept = [part for part in found if part.letter not in args.parts]
+    if kept:
+        say(f"{report} keeps its part(s) {', '.join(part.letter for part in kept)}")
+    elif report.exists():
+        say(f"{report} is written anew")
+    return kept
 
 
 def _typed(args: argparse.Namespace) -> str:

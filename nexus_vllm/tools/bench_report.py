@@ -4,12 +4,13 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 BLOCK = 32  # tokens per block of ours
 ELEMENT = 4  # bytes of a float32
+SAME = ("machine", "versions", "model")  # what parts of one report have in common
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -115,6 +116,8 @@ class Plot:
 
 def cell(value: object) -> str:
     """Three digits of a number that has no more to say; a dash where there is none."""
+    if value is None:
+        return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if math.isnan(value):
@@ -166,14 +169,21 @@ def finite(value: Any) -> Any:
 
 def as_json(machine: Mapping[str, Any], parts: Sequence[Part]) -> str:
     """The report with every number."""
-    told = {
-        part.letter: {
-            "title": part.title,
-            "setup": part.setup,
-            "summary": part.summary,
-            "commands": part.commands,
-            **part.data,
-        }
-        for part in parts
-    }
-    return json.dumps(finite({"machine": dict(machine), "parts": told}), indent=1) + "\n"
+    told = {"machine": dict(machine), "parts": [asdict(part) for part in parts]}
+    return json.dumps(finite(told), indent=1) + "\n"
+
+
+def kept_parts(text: str, machine: Mapping[str, Any]) -> list[Part]:
+    """The parts of a report (`as_json`) of the same machine, versions and model, else none.
+
+    Raises ValueError on text that is no such report.
+    """
+    try:
+        told = json.loads(text)
+        same = all(told["machine"].get(key) == machine[key] for key in SAME)
+        return [
+            Part(**{**part, "tables": [Table(**table) for table in part["tables"]]})
+            for part in (told["parts"] if same else [])
+        ]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"not a report of nexus-vllm bench: {error!r}") from None

@@ -16,6 +16,7 @@ from nexus_vllm.tools.bench_report import (
     as_json,
     cell,
     ideal_seconds,
+    kept_parts,
     kv_bytes_per_token,
     percentile,
     pool_blocks,
@@ -89,7 +90,20 @@ def test_the_report_names_parts_and_refuses_ragged_tables() -> None:
 def test_json_has_every_number_and_no_nan() -> None:
     part = Part("f", "cost", "Here.", data={"rows": [{"ms": math.nan, "n": 2}]})
     told = json.loads(as_json({"machine": "m"}, [part]))
-    assert told["parts"]["f"]["rows"] == [{"ms": None, "n": 2}]
+    assert told["parts"][0]["data"]["rows"] == [{"ms": None, "n": 2}]
+
+
+def test_parts_are_kept_of_the_same_machine_alone() -> None:
+    table = Table(["who", "ms"], [["stock", math.nan]])
+    part = Part("f", "cost", "Here.", ["cheap"], [table], ["vllm"], {"rows": [1]})
+    machine = {"machine": "m", "versions": "v", "model": "tiny", "date": "today"}
+    text = as_json(machine, [part])
+    (kept,) = kept_parts(text, machine | {"date": "later"})
+    assert render(machine, [kept]) == render(machine, [part])
+    assert kept_parts(text, machine | {"versions": "w"}) == []
+    for bad in ("", "[]", '{"parts": 1}', json.dumps({"machine": machine, "parts": [{}]})):
+        with pytest.raises(ValueError, match="not a report"):
+            kept_parts(bad, machine)
 
 
 def test_a_load_is_told_by_its_result_and_the_gauges() -> None:
