@@ -81,7 +81,7 @@ def _plan(prompt: int, budget: int, settings: Settings, streaming: bool) -> Evic
     return EvictionPlan(
         prompt_tokens=prompt,
         budget=budget,
-        interval=settings.interval // size,
+        interval=settings.interval_blocks(budget),
         chunk=settings.chunk // size,
         block_size=size,
         streaming=streaming,

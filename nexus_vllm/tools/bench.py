@@ -23,7 +23,6 @@ from typing import Any
 
 import nexus_vllm
 from nexus_vllm.tools import bench_servers, bench_steps
-from nexus_vllm.tools.bench_engine import ENDING
 from nexus_vllm.tools.bench_plots import draw
 from nexus_vllm.tools.bench_report import Part, as_json, kept_parts, kv_gib, render
 from nexus_vllm.tools.bench_servers import Load, Pair, compare, say
@@ -78,7 +77,6 @@ def add_to(commands: Any) -> None:
     cost.add_argument("--live-density", type=float, default=0.5, help="of the prompt's tokens")
     cost.add_argument("--allocators", type=_words, default="uniform,lu", metavar="NAME,...")
     cost.add_argument("--evictions", type=int, default=8, metavar="N", help="for each row")
-    cost.add_argument("--interval", type=int, default=32, metavar="N", help="tokens between two")
     parser.set_defaults(run=run)
 
 
@@ -269,10 +267,9 @@ def _pressure(args: argparse.Namespace) -> Part:
 
 def _decode(args: argparse.Namespace) -> Part:
     setup = (
-        f"Medians of {args.turns} decode steps of a batch whose prompts differ in their last "
-        f"{ENDING} tokens, the batches by turns, synchronous scheduling. The ideal reads weights "
-        "and live KV once, at the bandwidth of a large copy; at 100% the pages of a batch are "
-        "shared, the ideal counts them for each sequence. Steps that evict are left out: see f."
+        f"Medians of {args.turns} decode steps of batches of different prompts, which take turns; "
+        "synchronous scheduling. The ideal reads weights and live KV once, at the bandwidth of a "
+        "large copy. Steps that evict are left out: see f."
     )
     return bench_steps.decode_speed(
         Part("b", TITLES["b"], setup),
@@ -322,7 +319,7 @@ def _longer(args: argparse.Namespace) -> Part:
 def _cost(args: argparse.Namespace) -> Part:
     setup = (
         f"One sequence whose prompt was cut to {args.live_density:.0%} decodes on and is evicted "
-        f"every {args.interval} tokens: seconds of the worker (nexus:eviction_seconds) beside "
+        "at the default interval: seconds of the worker (nexus:eviction_seconds) beside "
         "the steps between that evict nothing."
     )
     return bench_steps.eviction_cost(
@@ -334,7 +331,6 @@ def _cost(args: argparse.Namespace) -> Part:
         args.live_density,
         args.allocators,
         args.evictions,
-        args.interval,
     )
 
 

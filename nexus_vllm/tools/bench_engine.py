@@ -14,8 +14,6 @@ import sys
 import time
 from typing import Any
 
-ENDING = 40  # tokens in which the prompts of a group differ
-
 
 class Host:
     """The commands. `nexus`: keywords of `nexus_vllm.engine_args`, or None for stock vLLM."""
@@ -36,6 +34,7 @@ class Host:
         self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
         self.groups: dict[str, list[Any]] = {}
         self.tokenizer: Any = self.llm.get_tokenizer()
+        self.prose: list[int] = []
 
     def facts(self) -> dict[str, Any]:
         import torch
@@ -67,14 +66,18 @@ class Host:
         return 2 * source.numel() * 4 / best
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        """Prose of `length` tokens, alike but for the last tokens of each."""
-        from pydoc_data.topics import topics
+        """Prose of `length` tokens, from places of its own for each; the first is always the same.
 
-        text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
-        ids = self.tokenizer.encode(text[: 8 * (length + count * ENDING)])
-        shared, rest = ids[: max(0, length - ENDING)], ids[max(0, length - ENDING) :]
-        size = min(length, ENDING)
-        return [shared + rest[i * size : (i + 1) * size] for i in range(count)]
+        A longer prompt begins with the shorter one from the same place.
+        """
+        if not self.prose:
+            from pydoc_data.topics import topics
+
+            text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
+            self.prose = self.tokenizer.encode(text)
+        apart = len(self.prose) // count
+        endless = self.prose * (2 + length // len(self.prose))
+        return [endless[i * apart : i * apart + length] for i in range(count)]
 
     def start(
         self, name: str, count: int, length: int, tokens: int, extra: dict[str, str] | None = None

@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from nexus_vllm.config import Settings
 from nexus_vllm.tools.bench_report import (
     BLOCK,
     ELEMENT,
@@ -110,11 +111,11 @@ def eviction_cost(
     density: float,
     allocators: Sequence[str],
     evictions: int,
-    interval: int,
 ) -> Part:
     """Part f: one sequence per size and allocator, decoding through `evictions` evictions."""
     config = json.loads((model / "config.json").read_text())
-    longest = int(max(live) / density) + (evictions + 2) * interval + 2 * BLOCK
+    every = {tokens: BLOCK * Settings().interval_blocks(tokens // BLOCK) for tokens in live}
+    longest = int(max(live) / density) + (evictions + 2) * max(every.values()) + 2 * BLOCK
     blocks = 2 * -(-longest // BLOCK) + 64
     options = engine_options(cpu, longest, 4, blocks) | {"enable_prefix_caching": True}
     table = Table(
@@ -125,6 +126,7 @@ def eviction_cost(
             "p95, ms",
             "decode step, ms",
             "eviction / decode step",
+            "every, tokens",
             "share of decode time",
             "eviction at the prompt's end: blocks",
             "ms",
@@ -135,14 +137,14 @@ def eviction_cost(
         "ours",
         model,
         options,
-        FLOOR | {"interval": interval},
+        FLOOR,
         kv_gib(config, blocks * BLOCK),
         out / "engine-f.log",
     ) as engine:
         say("part f: starting an engine")
         part.data["engine"] = engine.ready()
         for tokens in live:
-            prompt = int(tokens / density)
+            prompt, interval = int(tokens / density), every[tokens]
             for allocator in allocators:
                 name = f"{allocator}-{tokens}"
                 extra = {"kv_budget": str(tokens), "kv_allocator": allocator}
@@ -167,6 +169,7 @@ def eviction_cost(
                     "eviction_p95_ms": 1e3 * percentile(cost, 95),
                     "decode_step_ms": 1e3 * median(pure),
                     "ratio": ratio(median(cost), median(pure)),
+                    "interval": interval,
                     "share": ratio(inside, whole),
                     "prompt_blocks": prompt // BLOCK,
                     "prompt_eviction_ms": 1e3 * median(big),
@@ -184,7 +187,7 @@ def eviction_cost(
         own = [row for row in rows if row["allocator"] == allocator]
         part.summary.append(
             f"{allocator}: an eviction takes {max(r['ratio'] for r in own):.2f} decode steps and "
-            f"{max(r['share'] for r in own):.1%} of decode time at most (every {interval} tokens)"
+            f"{max(r['share'] for r in own):.1%} of decode time at most"
         )
     return part
 
@@ -205,10 +208,10 @@ def decode_speed(
     weights = ELEMENT * weight_elements(model, bool(config.get("tie_word_embeddings")))
     longest, most = max(contexts), max(batches)
     room = turns + WARM_UP + 4 * BLOCK
-    # The prompts of a batch share all but their endings until an eviction copies what stays.
-    shares = 1 + most * sum(density / 100 for density in densities)
+    # Whole prompts are shared by the batches; an eviction copies what stays.
+    shares = 1 + most * (1 + sum(density / 100 for density in densities))
     tokens = int(longest * shares) + most * len(densities) * (room + 4 * BLOCK) + 2 * longest
-    max_len = longest + most * 2 + room
+    max_len = longest + room
     options = engine_options(cpu, max_len, most * len(densities) + 1, tokens // BLOCK + 64)
     table = Table(
         [
@@ -244,7 +247,7 @@ def decode_speed(
                 engine_options(cpu, max_len, most, 0)
                 | {"num_gpu_blocks_override": None},  # as much as stock takes itself
                 None,
-                kv_gib(config, 3 * longest + most * room * 2),
+                kv_gib(config, most * (longest + 2 * room)),
                 out / "engine-b-stock.log",
             ),
             "ours": Stepped(
@@ -268,7 +271,7 @@ def decode_speed(
         for context in contexts:
             for batch in batches:
                 who = {"stock": ("stock", "stock")}
-                shape = {"count": batch, "length": context, "tokens": room + most}
+                shape = {"count": batch, "length": context, "tokens": room - BLOCK}
                 engines["stock"]("start", name="stock", **shape)
                 for density in densities:
                     name = f"ours {density}%"

@@ -115,7 +115,7 @@ def test_flags_go_with_other_middleware_and_additional_config_in_any_order() -> 
 
 def test_a_preset_gives_way_to_flags() -> None:
     args = parse("--kv-eviction", "random", "--kv-eviction-config", "nexus-paper")
-    assert (settings_in(args).policy, settings_in(args).interval) == ("random", 32)
+    assert (settings_in(args).policy, settings_in(args).interval) == ("random", 32)  # of the preset
     args = parse("--kv-eviction", "nexus", "--kv-eviction-config", '{"budget": "4k", "window": 8}')
     assert (str(settings_in(args).budget), settings_in(args).window) == ("4096", 8)
 

@@ -106,6 +106,12 @@ def test_the_paper_preset_is_the_papers_setting() -> None:
     assert (paper.interval, paper.block_size, str(paper.budget)) == (32, 32, "20%")
 
 
+def test_large_budgets_are_shrunk_less_often() -> None:
+    auto = Settings()
+    assert [auto.interval_blocks(n) for n in (4, 32, 63, 64, 128)] == [1, 1, 1, 2, 4]
+    assert Settings(interval=64).interval_blocks(128) == 2
+
+
 @pytest.mark.parametrize("name", presets())
 def test_every_preset_loads_and_survives_json(name: str) -> None:
     settings = Settings.from_source(name)
@@ -146,6 +152,8 @@ def test_overrides_win_and_none_means_not_given() -> None:
         ({"policy": "none"}, ["none", "full"]),
         ({"heads": "avg"}, ["avg", "per-head"]),
         ({"interval": 33}, ["interval=33", "block_size=32"]),
+        ({"interval": 0}, ["interval=0", "1"]),
+        ({"interval": "often"}, ["interval='often'", "auto"]),
         ({"block_size": 16}, ["block_size=16", "force_block_size"]),
         ({"budget": "9x"}, ["9x", "20%"]),
         ({"budget": "96"}, ["budget=96", "128"]),
