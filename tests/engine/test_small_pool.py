@@ -33,12 +33,12 @@ def start(engines: Engines, mode: Mode, pages: int = POOL, **knobs: object) -> E
     )
 
 
-def test_a_prompt_twice_the_pool_is_answered_as_with_an_ample_one(
+def test_a_prompt_thrice_the_pool_is_answered_as_with_an_ample_one(
     which: Mode, engines: Engines
 ) -> None:
     small = start(engines, which)
-    prompt = prose(small, 1400)
-    with pytest.raises(EngineError, match="1400 tokens needs all of its KV, the pool holds 640"):
+    prompt = prose(small, 1920)
+    with pytest.raises(EngineError, match="1920 tokens needs all of its KV, the pool holds 640"):
         small.generate([Request(prompt, {"extra_args": {"kv_budget": "full"}})])
     streaming = {"max_tokens": 40, "extra_args": {"kv_prefill": "streaming"}}
     (auto, *_), (ample,) = (
@@ -50,7 +50,7 @@ def test_a_prompt_twice_the_pool_is_answered_as_with_an_ample_one(
     assert auto.kv_transfer_params is not None
     told = auto.kv_transfer_params["kv_eviction"]
     assert told["prefill"] == "streaming"
-    assert told["final_blocks"] <= 1400 // 5 // 32 + 2
+    assert told["final_blocks"] <= 1920 // 5 // 32 + 2
 
 
 def test_under_pressure_a_prompt_longer_than_the_pool_is_answered(
