@@ -160,7 +160,7 @@ class UnevenEvictor:
         sizes, groups, first = most.tolist(), [], 0
         while first < len(sizes):
             # The first of a group holds the most: the others are padded to it.
-            end = first + max(1, MAX_KEYS // (unit * sizes[first]))
+            end = first + max(1, MAX_KEYS // max(1, unit * sizes[first]))
             groups.append((order[first:end], sizes[first]))
             first = end
         return groups
