@@ -303,17 +303,17 @@ class EvictionSchedulerMixin(Scheduler):
         """vLLM's last word on a chunk's length, and ours: it ends where an eviction is due."""
         tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         hold = self.ledgers[request.request_id].hold
-        if hold is not None:
-            if self.eviction.trigger == "pressure":
-                return max(1, min(tokens, self._room(request, num_computed_tokens)))
-            due = hold.plan.next_eviction(hold.released) - num_computed_tokens
-            if due <= 0:
-                # Postponed, since others hold its pages and the pool is full. Page by page, so that
-                # others are preempted one by one, and not the sequence itself for a whole chunk.
-                size = self.pages.block_size
-                due = size - num_computed_tokens % size
-            tokens = min(tokens, due)
-        return tokens
+        if hold is None or not tokens:  # nothing to schedule stays nothing
+            return tokens
+        if self.eviction.trigger == "pressure":
+            return max(1, min(tokens, self._room(request, num_computed_tokens)))
+        due = hold.plan.next_eviction(hold.released) - num_computed_tokens
+        if due <= 0:
+            # Postponed, since others hold its pages and the pool is full. Page by page, so that
+            # others are preempted one by one, and not the sequence itself for a whole chunk.
+            size = self.pages.block_size
+            due = size - num_computed_tokens % size
+        return min(tokens, due)
 
     def _room(self, request: "Request", computed: int) -> int:
         """Tokens that fit in the sequence's own pages and the free ones."""

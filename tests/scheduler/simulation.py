@@ -137,6 +137,10 @@ class Memory:
         return answer(request.request_id, position)
 
     def forward(self, request: Request, start: int, count: int) -> None:
+        # In flight, an output is a placeholder; the one this step promises is none to it yet.
+        promised = max(0, request.num_output_placeholders - (not request.is_prefill_chunk))
+        known = request.num_tokens + promised
+        assert start + count <= known, f"position {start + count - 1} of {known} known tokens"
         row, sequence = self.rows[request.request_id], self.sequences.by_id.get(request.request_id)
         released = sequence.released if sequence else 0
         for position in range(start, start + count):
@@ -197,7 +201,10 @@ class NoMemory(Memory):
 
 
 class Simulation:
-    """A scheduler, a memory, and requests to throw at them."""
+    """A scheduler, a memory, and requests to throw at them.
+
+    `depth`: batches in flight, by default as many as without a pipeline.
+    """
 
     def __init__(
         self,
@@ -206,6 +213,7 @@ class Simulation:
         pages: int = 40,
         budget: str = "256",
         asynchronous: bool = False,
+        depth: int | None = None,
         chunk: int = 64,
         max_tokens: int = 100,
         max_seqs: int = 6,
@@ -241,7 +249,7 @@ class Simulation:
             b.block_id for b in pool.blocks if b.block_hash is not None or b.ref_cnt > 1
         }
         self.in_flight: deque[Any] = deque()
-        self.depth = 2 if asynchronous else 1
+        self.depth = depth or (2 if asynchronous else 1)
         self.max_tokens = max_tokens
         self.finished: dict[str, dict[str, Any]] = {}
         self.preemptions = 0

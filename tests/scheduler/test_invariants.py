@@ -196,6 +196,23 @@ def test_nothing_is_evicted_for_a_sequence_that_computes_no_further_token(
     assert sim.finished[request_id]["eviction_steps"] == 0
 
 
+@pytest.mark.parametrize("trigger", ["budget", "pressure"])
+def test_nothing_to_schedule_stays_nothing(model_path: Path, trigger: str) -> None:
+    """In a pipeline a token waits until it is known; every simulation's memory checks that."""
+    for pages in (200, 17):
+        sim = Simulation(model_path, pages=pages, depth=2, knobs={"trigger": trigger})
+        for seed in range(3):
+            sim.add(prompt(450, seed), max_tokens=40)
+        running = 0
+        while sim.step():
+            for request in sim.scheduler.running:
+                computed = request.num_computed_tokens
+                assert sim.scheduler._reserve_prefill_lookahead(request, computed, 0) == 0
+                running += 1
+        assert running
+        assert len(sim.finished) == 3
+
+
 def test_in_place_when_the_pool_is_empty(model_path: Path) -> None:
     """A prompt that fills the pool can still be shrunk: hashes are withdrawn, tail first."""
     sim = Simulation(model_path, pages=17, max_tokens=40)
