@@ -354,6 +354,7 @@ class EvictionSchedulerMixin(Scheduler):
         self, request: "Request", timestamp: float, drop_stale_output: bool = False
     ) -> None:
         """A preempted sequence starts over: it will meet the same evictions again."""
+        self.pages.withdraw(request.request_id, request.num_computed_tokens)
         super()._preempt_request(request, timestamp, drop_stale_output)
         self.ledgers[request.request_id].event = 0
         self._stopped.append(request.request_id)

@@ -213,6 +213,26 @@ def test_nothing_to_schedule_stays_nothing(model_path: Path, trigger: str) -> No
         assert len(sim.finished) == 3
 
 
+def test_i6_a_victim_publishes_nothing_of_the_step_that_preempted_it(model_path: Path) -> None:
+    """Priority scheduling may preempt whom the same step has just scheduled, and published."""
+    sim = Simulation(
+        model_path,
+        pages=22,
+        chunk=512,
+        scheduling={"policy": "priority", "long_prefill_token_threshold": 96},
+    )
+    victim = sim.add(prompt(544), max_tokens=6, priority=2, kv_budget="full")
+    sim.add(prompt(30, 1), max_tokens=60, priority=2, kv_budget="full")
+    sim.step()
+    for seed, length in enumerate((29, 20, 33), 2):
+        sim.add(prompt(length, seed), max_tokens=60, kv_budget="full")
+        sim.step()
+    while not sim.requests[victim].num_preemptions:
+        assert victim not in sim.finished
+        sim.step()  # the mirror finds what is published, but not computed
+    sim.run()
+
+
 def test_in_place_when_the_pool_is_empty(model_path: Path) -> None:
     """A prompt that fills the pool can still be shrunk: hashes are withdrawn, tail first."""
     sim = Simulation(model_path, pages=17, max_tokens=40)
