@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import CacheConfig, KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -42,7 +43,7 @@ from nexus_vllm.engine.scheduler import AsyncEvictionScheduler, EvictionSchedule
 from nexus_vllm.engine.sequences import Sequence, Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.units import Holding
-from nexus_vllm.engine.window import LayerWindow
+from nexus_vllm.engine.window import LayerWindow, recording, ring_rows
 from nexus_vllm.plan import Eviction
 
 BLOCK = 32
@@ -64,9 +65,11 @@ def answer(request_id: str, position: int) -> int:
 class Memory:
     """The stand-in for model and worker."""
 
-    def __init__(self, pages: int, slots: int, settings: Settings) -> None:
+    def __init__(self, pages: int, slots: int, settings: Settings, depth: int) -> None:
         self.cache = list(torch.full((LAYERS, pages, HEADS, BLOCK, 4), -1.0))
-        self.sequences = Sequences(None, slots, settings.window, BLOCK, CPU)  # type: ignore[arg-type]
+        rows = ring_rows(settings.window, depth)
+        self.sequences = Sequences(None, slots, rows, BLOCK, CPU)  # type: ignore[arg-type]
+        self.ring = torch.full((slots, rows), -1)
         layers = [
             Layer(
                 index,
@@ -116,8 +119,10 @@ class Memory:
         row = self.rows[eviction.request_id]
         assert row[eviction.released : eviction.full] == eviction.pages
         sequence = self.sequences.by_id[eviction.request_id]
-        window = eviction.computed - self.evictor.settings.window
-        assert window >= self.first[eviction.request_id], "window queries that were never computed"
+        window = torch.arange(eviction.computed - self.evictor.settings.window, eviction.computed)
+        assert window[0] >= self.first[eviction.request_id], "queries that were never computed"
+        recorded = self.ring[sequence.slot, window % self.ring.shape[1]]
+        assert recorded.equal(window), f"queries of {recorded} instead"
         fresh = set(eviction.kept_pages) - set(eviction.pages)
         own = "private pages" if eviction.released else "in place"
         self.seen["copied out" if fresh else own] += 1
@@ -164,6 +169,11 @@ class Memory:
         facts[:, RELEASED] = sequence.released if sequence else 0
         for cache in self.cache:
             cache[pages, :, positions % BLOCK] = facts[:, None]
+        if sequence:
+            starts, ends, slots = map(np.array, ([0, count], [start + count], [sequence.slot]))
+            new = recording(starts, ends, slots, self.ring.shape[1], CPU)
+            assert new is not None
+            self.ring.view(-1)[new.target] = positions[new.source]
 
     def check_window(self, request: Request, computed: int) -> None:
         """What attention would read before this step is what it should: every live block, once."""
@@ -312,14 +322,14 @@ class Simulation:
             hash_block_size=BLOCK,
             log_stats=True,
         )
-        self.memory = memory(pages, max_seqs, self.settings)
+        self.depth = depth or (2 if asynchronous else 1)
+        self.memory = memory(pages, max_seqs, self.settings, self.depth)
         pool = self.scheduler.pages.block_pool
         self.memory.hashed = lambda: {
             b.block_id for b in pool.blocks if b.block_hash is not None or b.ref_cnt > 1
         }
         self.mirror = self.scheduler.kv_event_publisher = Mirror()
         self.in_flight: deque[Any] = deque()
-        self.depth = depth or (2 if asynchronous else 1)
         if asynchronous and self.depth > 2:  # a pipeline, which takes the V2 runner
             self.scheduler.use_v2_model_runner = True
             self.scheduler.decode_stagger = self.depth - 1
