@@ -43,7 +43,6 @@ EXPECTED = {
     "aborted after its prompt",
     "aborted while it is evicted",
     "preempted",
-    "cache reset",
     "cache reset under running requests",
     "paused",
     "ended by a stop token",
@@ -198,14 +197,11 @@ class World:
             self.scheduler._preempt_request(request, 0.0)
 
     def reset(self) -> None:
-        """As the route does it; vLLM raises if a waiting session holds pages."""
+        """Preempts all that run; vLLM raises if a waiting session holds pages."""
         if any(map(self.scheduler._holds_kv_blocks, self.scheduler.kv_holding_waiting)):
             return
-        if self.draw.random() < 0.5:
-            self.seen["cache reset under running requests"] += bool(self.scheduler.running)
-            assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
-        else:
-            self.seen["cache reset"] += self.scheduler.reset_prefix_cache()
+        self.seen["cache reset under running requests"] += bool(self.scheduler.running)
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def pause(self, state: PauseState) -> None:
         self.seen["paused"] += state != PauseState.UNPAUSED
@@ -245,6 +241,8 @@ class World:
         assert not self.scheduler.pages.holds
         assert not self.sim.memory.rows
         assert not self.sim.memory.sequences.by_id
+        assert self.scheduler.reset_prefix_cache()
+        self.sim.step()  # the KV events tell that, too
 
 
 def live(model: Path, seed: int, events: int) -> Counter[str]:
