@@ -12,7 +12,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from .simulation import BLOCK, Simulation
+from .simulation import BLOCK, Simulation, answer
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
@@ -183,6 +183,20 @@ def test_a_session_of_short_turns_is_held_to_its_budget(
             raise AssertionError(f"turn {seed} hangs: the session holds the whole pool")
         assert sim.scheduler.pages.held_blocks("s") <= 4 + 2 + 1
         sim.scheduler.add_request(turn(seed))
+
+
+def test_i8_a_token_computed_behind_the_end_of_a_turn_takes_no_window_query_away(
+    model_path: Path,
+) -> None:
+    """Position 330 is in flight when its token turns out to end the turn; 330 - 16 is needed."""
+    sim = Simulation(model_path, asynchronous=True, budget="128", knobs={"interval": 160})
+    end = answer("s", 330)
+    session = sim.add(prompt(300), max_tokens=60, stops=[end], session="s")
+    while sim.requests[session].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        sim.step()
+    sim.add(prompt(8, 1), max_tokens=1, session=session, checked=False)
+    sim.step()  # the memory compares the queries with their positions
+    assert [computed for computed, _ in sim.memory.history[session]] == [300, 330]
 
 
 @BOTH
