@@ -118,6 +118,16 @@ class EvictionManager(FullAttentionManager):
             hold.released = 0
         return super().pop_blocks_for_free(request_id)
 
+    def withdraw(self, request_id: str, computed: int) -> None:
+        """Take back the hashes of pages that were to be filled beyond so many tokens, but are not.
+
+        Symptom without: prefix hits on KV that was never computed. Cause: vLLM publishes a page
+        when its tokens are scheduled, and may preempt the sequence later in the same step, under
+        priority scheduling. Remove when it withdraws them itself.
+        """
+        row = self.req_to_blocks.get(request_id, ())[computed // self.block_size :]
+        self.block_pool.evict_blocks({b.block_id for b in row if b.block_hash is not None})
+
     def cache_blocks(
         self,
         request: "Request",

@@ -38,7 +38,7 @@ class Ledger:
     budget_blocks: int | None
     prompt_tokens: int
     plans: list[EvictionPlan]
-    first_computed: int = 0  # tokens that were not computed but found in the prefix cache
+    first_computed: int | None = None  # tokens before were not computed but found in the cache
     event: int = 0
     eviction_steps: int = 0
     evicted_blocks: int = 0
@@ -187,7 +187,9 @@ class EvictionSchedulerMixin(Scheduler):
             if request_id in cached.resumed_req_ids
         ]
         for request_id, start in starts:
-            self.ledgers[request_id].first_computed = start
+            ledger = self.ledgers[request_id]
+            if ledger.first_computed is None:  # or else it is a session's next turn
+                ledger.first_computed = start
         return [request_id for request_id, _ in starts]
 
     def _never_evicted(self, request_id: str) -> bool:
@@ -251,9 +253,9 @@ class EvictionSchedulerMixin(Scheduler):
         over = []
         for request in (*self.running, *self.kv_holding_waiting):
             ledger, computed = self.ledgers[request.request_id], request.num_computed_tokens
-            hold = ledger.hold
+            hold, first = ledger.hold, ledger.first_computed
             # The newest queries must have been computed, not found in the prefix cache.
-            if hold is None or computed - ledger.first_computed < self.eviction.window:
+            if hold is None or first is None or computed - first < self.eviction.window:
                 continue
             excess = hold.plan.target(computed) - hold.released
             if excess > 0 and not self._has_computed_all(request):
@@ -303,17 +305,17 @@ class EvictionSchedulerMixin(Scheduler):
         """vLLM's last word on a chunk's length, and ours: it ends where an eviction is due."""
         tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         hold = self.ledgers[request.request_id].hold
-        if hold is not None:
-            if self.eviction.trigger == "pressure":
-                return max(1, min(tokens, self._room(request, num_computed_tokens)))
-            due = hold.plan.next_eviction(hold.released) - num_computed_tokens
-            if due <= 0:
-                # Postponed, since others hold its pages and the pool is full. Page by page, so that
-                # others are preempted one by one, and not the sequence itself for a whole chunk.
-                size = self.pages.block_size
-                due = size - num_computed_tokens % size
-            tokens = min(tokens, due)
-        return tokens
+        if hold is None or not tokens:  # nothing to schedule stays nothing
+            return tokens
+        if self.eviction.trigger == "pressure":
+            return max(1, min(tokens, self._room(request, num_computed_tokens)))
+        due = hold.plan.next_eviction(hold.released) - num_computed_tokens
+        if due <= 0:
+            # Postponed, since others hold its pages and the pool is full. Page by page, so that
+            # others are preempted one by one, and not the sequence itself for a whole chunk.
+            size = self.pages.block_size
+            due = size - num_computed_tokens % size
+        return min(tokens, due)
 
     def _room(self, request: "Request", computed: int) -> int:
         """Tokens that fit in the sequence's own pages and the free ones."""
@@ -354,8 +356,10 @@ class EvictionSchedulerMixin(Scheduler):
         self, request: "Request", timestamp: float, drop_stale_output: bool = False
     ) -> None:
         """A preempted sequence starts over: it will meet the same evictions again."""
+        self.pages.withdraw(request.request_id, request.num_computed_tokens)
         super()._preempt_request(request, timestamp, drop_stale_output)
-        self.ledgers[request.request_id].event = 0
+        ledger = self.ledgers[request.request_id]
+        ledger.event, ledger.first_computed = 0, None
         self._stopped.append(request.request_id)
 
     def _update_request_as_session(self, session: "Request", update: Any) -> None:

@@ -58,13 +58,13 @@ class BatchView:
 
 
 class Sequences:
-    """Evictable sequences by request id, with `slots` ring slots to give out."""
+    """Evictable sequences by request id, with `slots` slots of `ring_rows` to give out."""
 
     def __init__(
-        self, runner: "Runner", slots: int, window: int, block_size: int, device: torch.device
+        self, runner: "Runner", slots: int, ring_rows: int, block_size: int, device: torch.device
     ) -> None:
         self.runner = runner
-        self.window = window
+        self.ring_rows = ring_rows
         self.block_size = block_size
         self.device = device
         self.by_id: dict[str, Sequence] = {}
@@ -103,7 +103,7 @@ class Sequences:
             lengths=lengths.numpy(),
             starts=starts,
             block_size=self.block_size,
-            recording=recording(starts, lengths.numpy(), slots, self.window, self.device),
+            recording=recording(starts, lengths.numpy(), slots, self.ring_rows, self.device),
         )
 
     def check_integrity(self) -> None:

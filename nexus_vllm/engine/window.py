@@ -15,23 +15,33 @@ class Recording:
     target: Tensor
 
 
-class LayerWindow:
-    """One layer's ring buffer: `[slots * window, query heads, head size]`.
+def ring_rows(window: int, batches: int) -> int:
+    """Rows of a sequence's ring, with so many batches in flight.
 
-    A sequence owns `window` consecutive rows; the query at position p is in row p % window of them.
+    All but one may compute a token behind the one that ends a session's turn. The next turn starts
+    over from there, and what they recorded must not have taken the place of the window before.
+    """
+    return window + batches - 1
+
+
+class LayerWindow:
+    """One layer's ring buffer: `[slots * rows, query heads, head size]`.
+
+    A sequence owns `rows` consecutive rows (`ring_rows`); the query at position p is in row
+    p % rows of them.
     """
 
     def __init__(
         self,
         slots: int,
-        window: int,
+        rows: int,
         num_heads: int,
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.size = window
-        self.ring = torch.zeros(slots * window, num_heads, head_size, dtype=dtype, device=device)
+        self.size = rows
+        self.ring = torch.zeros(slots * rows, num_heads, head_size, dtype=dtype, device=device)
 
     def record(self, query: Tensor, recording: Recording) -> None:
         """Store the step's window queries. `query`: [tokens, query heads, head size], rotated."""
@@ -44,14 +54,15 @@ class LayerWindow:
 
 
 def recording(
-    starts: np.ndarray, lengths: np.ndarray, slots: np.ndarray, window: int, device: torch.device
+    starts: np.ndarray, lengths: np.ndarray, slots: np.ndarray, rows: int, device: torch.device
 ) -> Recording | None:
     """Which rows of a batch to record.
 
     `starts` [requests + 1]: first query row of each request. `lengths` [requests]: tokens of each
-    sequence, this step's included. `slots` [requests]: ring slot, or -1. None: nothing to record.
+    sequence, this step's included. `slots` [requests]: ring slot of so many `rows`, or -1. None:
+    nothing to record.
     """
-    counts = np.where(slots >= 0, np.minimum(np.diff(starts), window), 0)
+    counts = np.where(slots >= 0, np.minimum(np.diff(starts), rows), 0)
     total = int(counts.sum())
     if total == 0:
         return None
@@ -59,7 +70,7 @@ def recording(
     back = np.repeat(counts.cumsum(), counts) - 1 - np.arange(total)
     source = np.repeat(starts[1:], counts) - 1 - back
     position = np.repeat(lengths, counts) - 1 - back
-    target = np.repeat(slots, counts) * window + position % window
+    target = np.repeat(slots, counts) * rows + position % rows
     return Recording(
         torch.from_numpy(source.astype(np.int64)).to(device),
         torch.from_numpy(target.astype(np.int64)).to(device),

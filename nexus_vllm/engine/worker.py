@@ -23,7 +23,7 @@ from nexus_vllm.engine.runners import Runner, adapt
 from nexus_vllm.engine.sequences import Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.unit_batch import UnitTables
-from nexus_vllm.engine.window import LayerWindow
+from nexus_vllm.engine.window import LayerWindow, ring_rows
 from nexus_vllm.plan import Eviction, StepPlan, StepReport
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class EvictionWorker(PlatformWorker):
             _check_layer(name, layer)
             window = LayerWindow(
                 slots,
-                self.eviction.window,
+                self._ring_rows,
                 layer.num_heads,
                 layer.head_size,
                 self.model_config.dtype,
@@ -86,6 +86,10 @@ class EvictionWorker(PlatformWorker):
             )
             self._windows[name] = layer.impl.window = window
             layer.impl.row = len(self._windows) - 1
+
+    @property
+    def _ring_rows(self) -> int:
+        return ring_rows(self.eviction.window, self.vllm_config.max_concurrent_batches)
 
     def _attention_layers(self) -> dict[str, Any]:
         """This rank's attention layers with a KV cache of their own, in model order."""
@@ -116,7 +120,7 @@ class EvictionWorker(PlatformWorker):
         self.sequences = Sequences(
             self.runner,
             self.vllm_config.scheduler_config.max_num_seqs,
-            self.eviction.window,
+            self._ring_rows,
             self.eviction.block_size,
             self.device,
         )

@@ -7,17 +7,25 @@ released by then. Whatever a live window holds can then be checked against what 
 
 import itertools
 import os
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_block_hash,
+    get_request_block_hasher,
+    init_none_hash,
+    maybe_convert_block_hash,
+)
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -35,27 +43,33 @@ from nexus_vllm.engine.scheduler import AsyncEvictionScheduler, EvictionSchedule
 from nexus_vllm.engine.sequences import Sequence, Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.units import Holding
-from nexus_vllm.engine.window import LayerWindow
+from nexus_vllm.engine.window import LayerWindow, recording, ring_rows
 from nexus_vllm.plan import Eviction
 
 BLOCK = 32
 LAYERS = 2
 HEADS = 2
+LONGEST = 2048
+"""`max_model_len`."""
 CPU = torch.device("cpu")
 TOKEN, POSITION, RELEASED = 0, 1, 2
+PIPELINES = [(False, 1), (False, 2), (True, 2), (True, 3)]
+"""Whether scheduling is asynchronous, and batches in flight: without a pipeline and with one."""
 
 
 def answer(request_id: str, position: int) -> int:
     """What the model says at a position: a function of it, so that recomputing repeats it."""
-    return 1000 + hash((request_id, position)) % 1000
+    return 1000 + zlib.crc32(f"{request_id} {position}".encode()) % 1000
 
 
 class Memory:
     """The stand-in for model and worker."""
 
-    def __init__(self, pages: int, slots: int, settings: Settings) -> None:
+    def __init__(self, pages: int, slots: int, settings: Settings, depth: int) -> None:
         self.cache = list(torch.full((LAYERS, pages, HEADS, BLOCK, 4), -1.0))
-        self.sequences = Sequences(None, slots, settings.window, BLOCK, CPU)  # type: ignore[arg-type]
+        rows = ring_rows(settings.window, depth)
+        self.sequences = Sequences(None, slots, rows, BLOCK, CPU)  # type: ignore[arg-type]
+        self.ring = torch.full((slots, rows), -1)
         layers = [
             Layer(
                 index,
@@ -72,6 +86,7 @@ class Memory:
         self.rows: dict[str, list[int]] = {}
         self.history: dict[str, list[tuple[int, list[list[int]]]]] = {}
         self.first: dict[str, int] = {}
+        self.texts: dict[str, tuple[int, torch.Tensor]] = {}
         self.seen: Counter[str] = Counter()
         self.hashed: Callable[[], set[int]] = set
 
@@ -80,25 +95,22 @@ class Memory:
         plan = compat.plan_of(output)
         for request_id in plan.stopped:
             self.sequences.stop(request_id)
+            self.rows.pop(request_id, None)
         for eviction in plan.evictions:
             self.evict(eviction)
         for request_id in plan.started:
             self.sequences.start(request_id)
             self.history[request_id] = []
-        for request_id in output.finished_req_ids:
-            self.rows.pop(request_id, None)
+        cached = output.scheduled_cached_reqs
+        starts = _starts(output)
+        for request_id in (*(n.req_id for n in output.scheduled_new_reqs), *cached.resumed_req_ids):
+            if request_id not in self.rows:  # not a session's next turn
+                self.first[request_id] = starts[request_id]
+                self.seen["prefix hit"] += starts[request_id] > 0
         for new in output.scheduled_new_reqs:
             self.rows[new.req_id] = list(new.block_ids[0])
-        cached = output.scheduled_cached_reqs
         for request_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in cached.resumed_req_ids:
-                self.rows[request_id] = []
-            self.rows[request_id] += ids[0] if ids else []
-        starts = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        self.seen["prefix hit"] += sum(n.num_computed_tokens > 0 for n in output.scheduled_new_reqs)
-        for request_id in (*(n.req_id for n in output.scheduled_new_reqs), *cached.resumed_req_ids):
-            self.first[request_id] = starts[request_id]
+            self.rows[request_id] = self.rows.get(request_id, []) + (ids[0] if ids else [])
         for request_id, count in output.num_scheduled_tokens.items():
             self.check_window(requests[request_id], starts[request_id])
             self.forward(requests[request_id], starts[request_id], count)
@@ -107,8 +119,10 @@ class Memory:
         row = self.rows[eviction.request_id]
         assert row[eviction.released : eviction.full] == eviction.pages
         sequence = self.sequences.by_id[eviction.request_id]
-        window = eviction.computed - self.evictor.settings.window
-        assert window >= self.first[eviction.request_id], "window queries that were never computed"
+        window = torch.arange(eviction.computed - self.evictor.settings.window, eviction.computed)
+        assert window[0] >= self.first[eviction.request_id], "queries that were never computed"
+        recorded = self.ring[sequence.slot, window % self.ring.shape[1]]
+        assert recorded.equal(window), f"queries of {recorded} instead"
         fresh = set(eviction.kept_pages) - set(eviction.pages)
         own = "private pages" if eviction.released else "in place"
         self.seen["copied out" if fresh else own] += 1
@@ -130,21 +144,36 @@ class Memory:
         self.rows[eviction.request_id] = eviction.row
         self.history[eviction.request_id].append((eviction.computed, origin.tolist()))
 
-    def token(self, request: Request, position: int) -> int:
-        prompt = request.prompt_token_ids or []
-        if position < len(prompt):
-            return prompt[position]
-        return answer(request.request_id, position)
+    def text(self, request: Request) -> torch.Tensor:
+        """The tokens at all positions of the sequence, said or yet to be said."""
+        prompt, request_id = request.prompt_token_ids or [], request.request_id
+        length, text = self.texts.get(request_id, (-1, torch.empty(0)))
+        if length != len(prompt):  # a session's next turn extends it
+            said = [answer(request_id, p) for p in range(len(prompt), LONGEST)]
+            text = torch.tensor(prompt + said, dtype=torch.float32)
+            self.texts[request_id] = len(prompt), text
+        return text
 
     def forward(self, request: Request, start: int, count: int) -> None:
+        # In flight, an output is a placeholder; the one this step promises is none to it yet.
+        promised = max(0, request.num_output_placeholders - (not request.is_prefill_chunk))
+        known = request.num_tokens + promised
+        assert start + count <= known, f"position {start + count - 1} of {known} known tokens"
         row, sequence = self.rows[request.request_id], self.sequences.by_id.get(request.request_id)
-        released = sequence.released if sequence else 0
-        for position in range(start, start + count):
-            page = row[position // BLOCK]
-            assert page != 0, "a token must not be written to the null page"
-            facts = torch.tensor([self.token(request, position), position, released, 0.0])
-            for cache in self.cache:
-                cache[page, :, position % BLOCK] = facts
+        positions = torch.arange(start, start + count)
+        pages = torch.tensor(row)[positions // BLOCK]
+        assert (pages != 0).all(), "a token must not be written to the null page"
+        facts = torch.zeros(count, 4)
+        facts[:, TOKEN] = self.text(request)[positions]
+        facts[:, POSITION] = positions.float()
+        facts[:, RELEASED] = sequence.released if sequence else 0
+        for cache in self.cache:
+            cache[pages, :, positions % BLOCK] = facts[:, None]
+        if sequence:
+            starts, ends, slots = map(np.array, ([0, count], [start + count], [sequence.slot]))
+            new = recording(starts, ends, slots, self.ring.shape[1], CPU)
+            assert new is not None
+            self.ring.view(-1)[new.target] = positions[new.source]
 
     def check_window(self, request: Request, computed: int) -> None:
         """What attention would read before this step is what it should: every live block, once."""
@@ -152,6 +181,9 @@ class Memory:
         released, full = (sequence.released if sequence else 0), computed // BLOCK
         assert row[:released] == [0] * released
         assert 0 not in row[released:]
+        if computed % BLOCK:
+            for cache in self.cache:
+                self.check_blocks(request, [full], cache[row[full], :, None], computed % BLOCK)
         if sequence is not None and sequence.holding is not None:
             self.check_units(request, row, sequence, sequence.holding, full)
             return
@@ -159,20 +191,24 @@ class Memory:
             blocks = torch.arange(full).expand(LAYERS, -1)
         else:
             blocks = sequence.live_blocks(LAYERS, full)
+        pages = torch.tensor(row[released:full], dtype=torch.long)
         for layer, cache in enumerate(self.cache):
             ids = blocks[layer].tolist()
             assert len(set(ids)) == len(ids) == full - released, "I5: distinct live blocks"
-            pages = torch.tensor(row[released:full], dtype=torch.long)
-            for head in range(HEADS):
-                for block, facts in zip(ids, cache[pages, head], strict=True):
-                    self.check_block(request, block, facts)
-                    if not released:
-                        assert not facts[:, RELEASED].any(), "I6: a prefix hit on evicted KV"
+            facts = cache[pages]
+            self.check_blocks(request, ids, facts.transpose(0, 1))
+            if not released:
+                assert not facts[..., RELEASED].any(), "I6: a prefix hit on evicted KV"
 
-    def check_block(self, request: Request, block: int, facts: torch.Tensor) -> None:
-        positions = range(block * BLOCK, (block + 1) * BLOCK)
-        assert facts[:, POSITION].tolist() == list(positions)
-        assert facts[:, TOKEN].tolist() == [self.token(request, p) for p in positions]
+    def check_blocks(
+        self, request: Request, blocks: list[int], facts: torch.Tensor, tokens: int = BLOCK
+    ) -> None:
+        """`facts` [..., blocks, BLOCK, 4] are those of these blocks, up to so many tokens."""
+        positions = torch.tensor(blocks, dtype=torch.long)[:, None] * BLOCK + torch.arange(tokens)
+        found = facts[..., :tokens, :]
+        assert (found[..., POSITION] == positions).all(), f"positions of {request.request_id}"
+        wanted = self.text(request)[positions]
+        assert (found[..., TOKEN] == wanted).all(), f"tokens of {request.request_id}"
 
     def check_units(
         self, request: Request, row: list[int], sequence: Sequence, holding: Holding, full: int
@@ -183,21 +219,66 @@ class Memory:
         holding.check_integrity(space.own(torch.tensor(dealt)).flatten())
         tail = torch.tensor(row[sequence.dealt : full], dtype=torch.long)
         now = holding.grown(space, tail, torch.arange(sequence.dealt, full))
-        for units, blocks in zip(now.units.flatten(0, 1), now.blocks.flatten(0, 1), strict=True):
-            for unit, block in zip(units.tolist(), blocks.tolist(), strict=True):
-                if unit >= 0:
-                    self.check_block(request, block, space.flat[unit, 0])
+        used = now.units >= 0
+        self.check_blocks(request, now.blocks[used].tolist(), space.flat[now.units[used], 0])
 
 
 class NoMemory(Memory):
     """For long runs that are about the scheduler alone."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.cache = []
+
     def execute(self, output: Any, requests: dict[str, Request]) -> None:
         self.seen["evictions"] += len(compat.plan_of(output).evictions)
 
 
+class Mirror:
+    """What a subscriber to vLLM's KV events takes to be cached: how often each hash, and what."""
+
+    def __init__(self) -> None:
+        self.hashes: Counter[Any] = Counter()
+        self.tokens: dict[Any, list[int]] = {}
+
+    def publish(self, batch: Any) -> None:
+        self.follow(batch.events)
+
+    def shutdown(self) -> None:
+        pass
+
+    def follow(self, events: list[Any]) -> None:
+        for event in events:
+            if isinstance(event, BlockStored):
+                self.hashes.update(event.block_hashes)
+                for index, block in enumerate(event.block_hashes):
+                    self.tokens[block] = event.token_ids[index * BLOCK : (index + 1) * BLOCK]
+            elif isinstance(event, BlockRemoved):
+                self.hashes.subtract(event.block_hashes)
+                assert min(self.hashes.values()) >= 0, "removed, but never stored"
+            else:
+                assert isinstance(event, AllBlocksCleared)
+                self.hashes.clear()
+
+    def check(self, pool: Any, cache: list[torch.Tensor]) -> None:
+        """Raise AssertionError unless the pool has just these hashes, over pages that hold it."""
+        hashed = [block for block in pool.blocks if block.block_hash is not None]
+        names = [maybe_convert_block_hash(get_block_hash(b.block_hash)) for b in hashed]
+        assert Counter(names) == +self.hashes, "the KV events do not tell what is cached"
+        pages = torch.tensor([block.block_id for block in hashed], dtype=torch.long)
+        told = torch.tensor([self.tokens[name] for name in names]).view(-1, 1, BLOCK)
+        for layer in cache:
+            facts = layer[pages]
+            assert (facts[..., TOKEN] == told).all(), "published, but not computed"
+            assert not facts[..., RELEASED].any(), "I6: published, but computed after an eviction"
+
+
 class Simulation:
-    """A scheduler, a memory, and requests to throw at them."""
+    """A scheduler, a memory, and requests to throw at them.
+
+    `depth`: batches in flight, by default as many as without a pipeline. `scheduling`: more of
+    vLLM's scheduler options.
+    """
 
     def __init__(
         self,
@@ -206,17 +287,23 @@ class Simulation:
         pages: int = 40,
         budget: str = "256",
         asynchronous: bool = False,
+        depth: int | None = None,
         chunk: int = 64,
         max_tokens: int = 100,
         max_seqs: int = 6,
         caching: bool = True,
+        scheduling: dict[str, Any] | None = None,
         knobs: dict[str, Any] | None = None,
         memory: type[Memory] = Memory,
     ) -> None:
         self.settings = Settings.from_source(
-            knobs, policy="random", budget=budget, budget_floor=128, check_integrity=True
+            {"budget_floor": 128, **(knobs or {})},
+            policy="random",
+            budget=budget,
+            check_integrity=True,
         )
-        self.config = _config(model, self.settings, chunk, max_seqs, asynchronous, caching)
+        options = {"max_num_seqs": max_seqs, "max_num_batched_tokens": chunk, **(scheduling or {})}
+        self.config = _config(model, self.settings, options, asynchronous, caching)
         spec = EvictionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=2, dtype=torch.float32)
         kv = KVCacheConfig(
             num_blocks=pages,
@@ -235,13 +322,17 @@ class Simulation:
             hash_block_size=BLOCK,
             log_stats=True,
         )
-        self.memory = memory(pages, max_seqs, self.settings)
+        self.depth = depth or (2 if asynchronous else 1)
+        self.memory = memory(pages, max_seqs, self.settings, self.depth)
         pool = self.scheduler.pages.block_pool
         self.memory.hashed = lambda: {
             b.block_id for b in pool.blocks if b.block_hash is not None or b.ref_cnt > 1
         }
+        self.mirror = self.scheduler.kv_event_publisher = Mirror()
         self.in_flight: deque[Any] = deque()
-        self.depth = 2 if asynchronous else 1
+        if asynchronous and self.depth > 2:  # a pipeline, which takes the V2 runner
+            self.scheduler.use_v2_model_runner = True
+            self.scheduler.decode_stagger = self.depth - 1
         self.max_tokens = max_tokens
         self.finished: dict[str, dict[str, Any]] = {}
         self.preemptions = 0
@@ -253,46 +344,72 @@ class Simulation:
         prompt: list[int],
         max_tokens: int | None = None,
         checked: bool = True,
+        stops: list[int] | None = None,
+        priority: int = 0,
+        session: str | None = None,
         **directive: str,
     ) -> str:
-        """Send a request in; `checked` as the front end does, or past it."""
-        request_id = f"r{next(self._ids)}"
+        """Send a request in; `checked` as the front end does, or past it.
+
+        `stops`: tokens that end it. `session`: the id of one that this opens, or is a turn of.
+        """
+        number = next(self._ids)
+        request_id = session or f"r{number}"
         params = SamplingParams(
             max_tokens=max_tokens or self.max_tokens,
             ignore_eos=True,
+            stop_token_ids=stops,
             extra_args=directive or None,
         )
         params.update_from_generation_config({}, 1)
         arriving = SimpleNamespace(
-            sampling_params=params, prompt_token_ids=prompt, prompt_embeds=None, resumable=False
+            sampling_params=params,
+            prompt_token_ids=prompt,
+            prompt_embeds=None,
+            resumable=session is not None,
         )
         if checked:
             fit(arriving, self.settings, self.config)
-        request = Request(request_id, prompt, params, None, block_hasher=self.hasher)
-        self.requests[request_id] = request
+        request = Request(
+            request_id,
+            prompt,
+            params,
+            None,
+            arrival_time=float(number),
+            priority=priority,
+            block_hasher=self.hasher,
+            resumable=session is not None,
+        )
+        if request_id not in self.scheduler.requests:
+            self.requests[request_id] = request
         self.scheduler.add_request(request)
         return request_id
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
-    def step(self) -> bool:
-        """Schedule and execute one step; process the oldest output when the pipeline is full."""
+    def step(self, meanwhile: Callable[[Any], None] | None = None) -> bool:
+        """Schedule and execute one step; process the oldest output when the pipeline is full.
+
+        `meanwhile` gets the step while it is in flight.
+        """
         busy = self.scheduler.has_requests()
         if busy:
             output = self.scheduler.schedule()
             self.memory.execute(output, self.requests)
             self.memory.sequences.check_integrity()
             self.in_flight.append(output)
+            if meanwhile:
+                meanwhile(output)
         while self.in_flight and (len(self.in_flight) >= self.depth or not busy):
             self._process(self.in_flight.popleft())
         self.scheduler.pages.check_integrity()
+        self.mirror.follow(self.scheduler.kv_cache_manager.take_events())
+        self.mirror.check(self.scheduler.pages.block_pool, self.memory.cache)
         return busy or bool(self.in_flight)
 
     def _process(self, output: Any) -> None:
-        starts = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts = _starts(output)
         ids = list(output.num_scheduled_tokens)
         sampled = []
         for request_id in ids:
@@ -323,23 +440,34 @@ class Simulation:
         return self.scheduler.pages.block_pool.get_num_free_blocks()
 
 
+def _starts(output: Any) -> dict[str, int]:
+    """Where each request of a step goes on."""
+    cached = output.scheduled_cached_reqs
+    starts = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
+    return starts | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
 def _config(
-    model: Path, settings: Settings, chunk: int, max_seqs: int, asynchronous: bool, caching: bool
+    model: Path,
+    settings: Settings,
+    scheduling: dict[str, Any],
+    asynchronous: bool,
+    caching: bool,
 ) -> VllmConfig:
     os.environ["HF_HUB_OFFLINE"] = "1"
     model_config = ModelConfig(
-        model=str(model), tokenizer=str(model), dtype="float32", max_model_len=2048, seed=0
+        model=str(model), tokenizer=str(model), dtype="float32", max_model_len=LONGEST, seed=0
     )
     config = VllmConfig(
         model_config=model_config,
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=max_seqs,
-            max_num_batched_tokens=chunk,
-            max_model_len=2048,
+            max_model_len=LONGEST,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
+            **scheduling,
         ),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=caching, publisher="null"),
         additional_config={CONFIG_KEY: settings.to_json()},
     )
     config.scheduler_config.async_scheduling = asynchronous

@@ -8,7 +8,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.kv_cache_utils import check_enough_kv_cache_memory
 
-from .simulation import BLOCK, NoMemory, Simulation
+from .simulation import BLOCK, PIPELINES, NoMemory, Simulation
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 ARRIVALS = int(os.environ.get("NEXUS_ARRIVALS", "1500"))
@@ -103,16 +103,19 @@ def test_a_sequence_that_keeps_everything_ends_where_the_pool_does(model_path: P
     assert request_id in sim.finished
 
 
-@BOTH
+@pytest.mark.parametrize(("asynchronous", "depth"), PIPELINES)
 @pytest.mark.parametrize("trigger", ["budget", "pressure"])
 @pytest.mark.parametrize("pages", [9, 17, 34])
-def test_every_request_ends(model_path: Path, asynchronous: bool, trigger: str, pages: int) -> None:
+def test_every_request_ends(
+    model_path: Path, asynchronous: bool, depth: int, trigger: str, pages: int
+) -> None:
     """Random arrivals, budgets, modes, lengths, aborts on a tiny pool: nobody waits forever."""
     rng = random.Random(pages)
     sim = Simulation(
         model_path,
         pages=pages,
         asynchronous=asynchronous,
+        depth=depth,
         max_seqs=8,
         chunk=rng.choice([32, 256, 2048]),
         memory=NoMemory,
@@ -124,7 +127,7 @@ def test_every_request_ends(model_path: Path, asynchronous: bool, trigger: str, 
     )
     live: dict[str, int] = {}
     refused = aborted = steps = 0
-    while len(sim.requests) < ARRIVALS // 12:
+    while len(sim.requests) < ARRIVALS // 24:
         if len(live) < 12 and rng.random() < 0.5:
             shared = prompt(1900, rng.randrange(3))[: rng.randrange(1901)]
             own = prompt(rng.randrange(1, 100), rng.randrange(10**6))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from .simulation import Simulation
 from .test_admission import prompt
@@ -43,6 +44,22 @@ def test_the_longest_over_its_budget_shrinks_before_anyone_is_preempted(
     assert ledgers[short].eviction_steps == 0
     sim.run()
     assert all(request.num_preemptions == 0 for request in sim.requests.values())
+
+
+@BOTH
+def test_a_session_that_goes_on_has_computed_its_window(
+    model_path: Path, asynchronous: bool
+) -> None:
+    """It need not wait for queries of the new turn before it can be shrunk."""
+    sim = Simulation(model_path, pages=61, asynchronous=asynchronous, knobs=PRESSURE)
+    session = sim.add(prompt(600), max_tokens=5, session="s", kv_budget="128")
+    while sim.requests[session].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        sim.step()
+    sim.add(prompt(3, 1), session=session, checked=False)
+    sim.step()
+    assert sim.requests[session].num_computed_tokens >= 604 + 3
+    assert sim.scheduler.ledgers[session].first_computed == 0
+    assert sim.memory.first[session] == 0
 
 
 @BOTH
