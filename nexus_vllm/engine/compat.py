@@ -113,6 +113,7 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
     sliding = window is not None and (
         cache.sliding_window is not None or "sliding_attention" in layers
     )
+    shared_layers = getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0
     checks = [
         (
             model.runner_type != "generate",
@@ -156,6 +157,18 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
             f"--kv-cache-dtype {cache.cache_dtype}",
             "scoring reads keys in the model's own dtype",
             "drop --kv-cache-dtype",
+        ),
+        (
+            shared_layers > 0,
+            f"the model's last {shared_layers} layers share the KV cache of earlier ones",
+            "every layer must have a KV cache of its own to evict from",
+            without,
+        ),
+        (
+            cache.kv_sharing_fast_prefill,
+            "--kv-sharing-fast-prefill",
+            "every layer must see every token of a prompt",
+            "drop --kv-sharing-fast-prefill",
         ),
         (
             parallel.decode_context_parallel_size > 1

@@ -88,14 +88,9 @@ class EvictionWorker(PlatformWorker):
             layer.impl.row = len(self._windows) - 1
 
     def _attention_layers(self) -> dict[str, Any]:
-        """This rank's attention layers with a KV cache of their own, in model order."""
+        """This rank's attention layers, in model order."""
         found = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        own = [
-            (name, layer)
-            for name, layer in found.items()
-            if getattr(layer, "kv_sharing_target_layer_name", None) is None
-        ]
-        return dict(sorted(own, key=lambda item: extract_layer_index(item[0])))
+        return dict(sorted(found.items(), key=lambda item: extract_layer_index(item[0])))
 
     def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
         """vLLM's specs, proved to be ours."""
@@ -236,6 +231,12 @@ def _check_layer(name: str, layer: Any) -> None:
             f"layer {name} uses {type(impl or layer).__name__}",
             f"eviction has been tested with the attention backends {tested}",
             "choose one with --attention-backend, or serve without --kv-eviction",
+        )
+    if layer.kv_sharing_target_layer_name is not None:
+        raise compat.UnsupportedError(
+            f"layer {name} shares the KV cache of {layer.kv_sharing_target_layer_name}",
+            "every layer must have a KV cache of its own to evict from",
+            "serve this model without --kv-eviction",
         )
     if getattr(impl, "alibi_slopes", None) is not None:
         raise compat.UnsupportedError(

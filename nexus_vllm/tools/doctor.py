@@ -347,7 +347,7 @@ def engine(model: str, options: list[str]) -> Iterator[Finding]:
     yield Finding(
         section,
         "layers",
-        "checked at start: each layer's KV cache, ALiBi, sinks, key order",
+        "checked at start: each layer's KV cache and whose it is, ALiBi, sinks, key order",
     )
 
 

@@ -225,6 +225,26 @@ def attention_sinks() -> None:
 
 
 @scenario
+def kv_sharing_layer() -> None:
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    stock = Attention.__init__
+
+    def sharing(self: Any, *args: Any, prefix: str = "", **kwargs: Any) -> None:
+        if ".1." in prefix:
+            kwargs["kv_sharing_target_layer_name"] = "model.layers.0.self_attn.attn"
+        stock(self, *args, prefix=prefix, **kwargs)
+
+    Attention.__init__ = sharing
+    start()
+
+
+@scenario
+def kv_sharing_fast_prefill() -> None:
+    configure(kv_sharing_fast_prefill=True)
+
+
+@scenario
 def sliding_window() -> None:
     configure("mistral")
 
@@ -579,6 +599,18 @@ def test_unbroken_the_same_engine_starts_and_evicts(outcomes: Outcomes) -> None:
             "layer model.layers.0.self_attn.attn has attention sinks of its own",
             "they are not part of the scores",
             WITHOUT,
+        ),
+        (
+            "kv_sharing_layer",
+            "layer model.layers.1.self_attn.attn shares the KV cache of model.layers.0.self_attn",
+            "every layer must have a KV cache of its own to evict from",
+            WITHOUT,
+        ),
+        (
+            "kv_sharing_fast_prefill",
+            "--kv-sharing-fast-prefill",
+            "every layer must see every token of a prompt",
+            "Remedy: drop --kv-sharing-fast-prefill.",
         ),
         (
             "sliding_window",
