@@ -124,7 +124,7 @@ def _overrides() -> list[tuple[type, type]]:
 
 
 def _calls() -> dict[type, tuple[str, ...]]:
-    from vllm.config import ModelConfig
+    from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -145,7 +145,17 @@ def _calls() -> dict[type, tuple[str, ...]]:
             "append_block_ids(req_index, new_block_ids, overwrite)",
             "apply_staged_writes",
         ),
-        ModelConfig: ("get_total_num_hidden_layers", "get_total_num_kv_heads", "get_head_size"),
+        ModelConfig: (
+            "get_total_num_hidden_layers",
+            "get_total_num_kv_heads",
+            "get_head_size",
+            "is_diffusion",
+            "is_mm_prefix_lm",
+            "is_multimodal_model",
+        ),
+        CacheConfig: ("kv_offloading_size", "kv_sharing_fast_prefill", "prefix_match_unit"),
+        ParallelConfig: ("use_ubatching", "ubatch_size", "local_engines_only"),
+        SchedulerConfig: ("scheduler_cls", "disable_chunked_mm_input"),
         CommonAttentionMetadata: (
             "replace",
             "num_reqs",

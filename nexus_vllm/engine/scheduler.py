@@ -116,6 +116,12 @@ class EvictionSchedulerMixin(Scheduler):
                 f"KV eviction is set up for {self.eviction.block_size}",
                 f"pass --block-size {self.eviction.block_size}",
             )
+        if self.hash_block_size != managers[0].block_size:
+            raise compat.UnsupportedError(
+                f"prefixes are hashed every {self.hash_block_size} tokens",
+                f"blocks of {managers[0].block_size} tokens must be found whole",
+                "drop --prefix-match-unit",
+            )
         return managers[0]
 
     # Arrival

@@ -74,8 +74,11 @@ class EvictionWorker(PlatformWorker):
         """Load, then allocate the query windows, before vLLM sizes the KV pool."""
         super().load_model(*args, **kwargs)
         slots = self.vllm_config.scheduler_config.max_num_seqs
-        for name, layer in self._attention_layers().items():
+        layers = self._attention_layers()
+        for name, layer in layers.items():
             _check_layer(name, layer)
+        _check_alike(layers)
+        for name, layer in layers.items():
             window = LayerWindow(
                 slots,
                 self.eviction.window,
@@ -238,6 +241,12 @@ def _check_layer(name: str, layer: Any) -> None:
             "every layer must have a KV cache of its own to evict from",
             "serve this model without --kv-eviction",
         )
+    if layer.kv_cache_dtype != "auto":
+        raise compat.UnsupportedError(
+            f"layer {name} has a KV cache of {layer.kv_cache_dtype}",
+            "scoring reads keys in the model's own dtype",
+            "serve this model without --kv-eviction",
+        )
     if getattr(impl, "alibi_slopes", None) is not None:
         raise compat.UnsupportedError(
             f"layer {name} uses ALiBi",
@@ -250,3 +259,20 @@ def _check_layer(name: str, layer: Any) -> None:
             "they are not part of the scores, and attention over units would mix up their heads",
             "serve this model without --kv-eviction",
         )
+
+
+def _check_alike(layers: dict[str, Any]) -> None:
+    """Refuse layers that differ in shape: a head's blocks may lie in the pages of any other."""
+    shapes = {
+        name: f"{layer.num_heads} query heads and {layer.num_kv_heads} KV heads of size "
+        f"{layer.head_size}"
+        for name, layer in layers.items()
+    }
+    first, shape = next(iter(shapes.items()))
+    for name, other in shapes.items():
+        if other != shape:
+            raise compat.UnsupportedError(
+                f"layer {name} has {other}, but {first} has {shape}",
+                "all layers must be alike to deal blocks out among their heads",
+                "serve this model without --kv-eviction",
+            )
