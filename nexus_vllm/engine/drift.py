@@ -128,6 +128,9 @@ def _calls() -> dict[type, tuple[str, ...]]:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import Request
     from vllm.v1.worker.block_table import MultiGroupBlockTable
     from vllm.v1.worker.gpu.block_table import BlockTables
 
@@ -139,6 +142,10 @@ def _calls() -> dict[type, tuple[str, ...]]:
             "evict_blocks(block_ids)",
             "free_blocks(ordered_blocks)",
         ),
+        Scheduler: ("finish_requests(request_ids, finished_status)",),
+        EngineCoreOutput: ("new_token_ids", "finish_reason", "events", "trace_headers"),
+        EngineCoreOutputs: ("outputs",),
+        Request: ("get_finished_reason", "take_events"),
         KVCacheManager: ("truncate_computed_blocks(blocks, num_computed_tokens)",),
         MultiGroupBlockTable: ("add_row(block_ids, row_idx)",),
         BlockTables: (

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
@@ -34,6 +35,8 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
 attention.install()
 
@@ -66,6 +69,7 @@ class EvictionWorker(PlatformWorker):
             )
         self._windows: dict[str, LayerWindow] = {}
         self._report: StepReport | None = None
+        self._failed: set[str] = set()
         self._trace: dict[str, list[dict[str, Any]]] = {}
 
     # Start-up
@@ -162,6 +166,7 @@ class EvictionWorker(PlatformWorker):
         report = StepReport()
         for request_id in plan.stopped:
             self.sequences.stop(request_id)
+            self._failed.discard(request_id)
         for eviction in plan.evictions:
             self._evict(eviction, report)
         # Replaced, not extended: ranks whose outputs nobody collects never send theirs.
@@ -180,14 +185,31 @@ class EvictionWorker(PlatformWorker):
     def _evict(self, eviction: Eviction, report: StepReport) -> None:
         begin = time.perf_counter()
         sequence = self.sequences.by_id[eviction.request_id]
+
+        def failed(error: Exception) -> None:
+            report.failed[eviction.request_id] = f"{type(error).__name__}: {error}"
+            if eviction.request_id not in self._failed:
+                self._failed.add(eviction.request_id)
+                logger.error(
+                    "%s: policy %s, allocator %s could not choose what stays; the request ends.",
+                    eviction.request_id,
+                    eviction.policy,
+                    eviction.allocator,
+                    exc_info=error,
+                )
+
+        # Only one rank's report reaches the scheduler: of several, none may go on alone.
+        alone = self.vllm_config.parallel_config.world_size == 1
+        on_error = failed if alone else None
         if eviction.allocator == "uniform":
-            moved, kept = self.evictor.evict(sequence, eviction)
+            moved, kept = self.evictor.evict(sequence, eviction, on_error)
         else:
             moved, kept = self.uneven.evict(
                 sequence,
                 eviction,
                 self.evictor.policies[eviction.policy],
                 self.allocators[eviction.allocator],
+                on_error,
             )
         self.runner.overwrite_row(eviction.request_id, eviction.row)
         report.moved[eviction.request_id] = moved

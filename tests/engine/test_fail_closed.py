@@ -183,6 +183,39 @@ def healthy() -> Any:
 
 
 @scenario
+def policy_that_raises() -> Any:
+    """Finish reason and tokens of three requests at once, the second one's policy broken."""
+    from vllm import SamplingParams
+
+    llm = start()
+    core = llm.llm_engine.engine_core.engine_core
+    policies: Any = core.model_executor.driver_worker.worker.evictor.policies
+    type(policies["streaming-llm"]).weights = lambda self, seen: 1 / 0
+
+    def ask(*which: str) -> list[Any]:
+        prompts: Any = [
+            {"prompt_token_ids": [(i + len(w)) % 100 for i in range(200)]} for w in which
+        ]
+        params = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=20,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_policy": policy},
+            )
+            for policy in which
+        ]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [[o.outputs[0].finish_reason, list(o.outputs[0].token_ids)] for o in outputs]
+
+    together = ask("nexus", "streaming-llm", "random")
+    pool = core.scheduler.pages.block_pool
+    free = pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    return [together, [*ask("nexus"), *ask("random")], free]
+
+
+@scenario
 def backend_not_overridden() -> None:
     from nexus_vllm.engine import attention
 
@@ -679,6 +712,19 @@ def test_unbroken_the_same_engine_starts_and_evicts(outcomes: Outcomes) -> None:
     healthy = outcomes("healthy")
     assert healthy.error == "", healthy.log[-3000:]
     assert json.loads(healthy.told)["evicted_blocks"] > 0
+
+
+def test_a_policy_that_raises_ends_its_request_only(outcomes: Outcomes) -> None:
+    outcome = outcomes("policy_that_raises")
+    assert outcome.error == "", outcome.log[-3000:]
+    (first, broken, last), alone, free = json.loads(outcome.told)
+    assert [first, last] == alone
+    assert [first[0], len(first[1])] == ["length", 20]
+    assert [broken[0], len(broken[1])] == ["error", 1]
+    assert free
+    said = "policy streaming-llm, allocator uniform could not choose what stays; the request ends."
+    assert outcome.log.count(said) == 1
+    assert "ZeroDivisionError: division by zero" in outcome.log
 
 
 @pytest.mark.parametrize(
