@@ -108,10 +108,13 @@ class StepPlan:
 
 @dataclass
 class StepReport:
-    """What the worker did with one step's evictions; statistics only, nothing depends on it.
+    """What the worker did with one step's evictions: statistics, and whose policy has failed.
 
     `moved`: copied (layer, block) slices per sequence. `seconds`: one entry per eviction.
+    `failed`: what was raised while blocks were chosen, per sequence, which must end: its row is
+    sound, but holds blocks that nobody chose.
     """
 
     moved: dict[str, int] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)

@@ -182,7 +182,8 @@ def evicting(base: type[AttentionBackend]) -> type[AttentionBackend]:
         def customize_spec(cls, spec: Any) -> Any:
             """A plain full-attention spec becomes evictable; every other one is left alone."""
             spec = super().customize_spec(spec)
-            return EvictionSpec.of(spec) if type(spec) is FullAttentionSpec else spec
+            plain = type(spec) is FullAttentionSpec and not (spec.kv_quant_mode or spec.non_causal)
+            return EvictionSpec.of(spec) if plain else spec
 
     EvictionBackend.__name__ = EvictionBackend.__qualname__ = "Eviction" + base.__name__
     return EvictionBackend

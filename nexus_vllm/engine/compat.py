@@ -113,12 +113,35 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
     sliding = window is not None and (
         cache.sliding_window is not None or "sliding_attention" in layers
     )
+    scheduler = vllm_config.scheduler_config
+    decode_ranks = parallel.decode_context_parallel_size
+    prefill_ranks = getattr(parallel, "prefill_context_parallel_size", 1)
+    microbatches = (
+        "--enable-dbo" if parallel.enable_dbo else f"--ubatch-size {parallel.ubatch_size}"
+    )
+    connector, connector_flag = vllm_config.kv_transfer_config, "--kv-transfer-config"
+    if cache.kv_offloading_size is not None:  # of which vLLM has made a connector
+        connector_flag = "--kv-offloading-size (and --kv-transfer-config, if it is given)"
+    diffusion = model.is_diffusion or vllm_config.diffusion_config is not None
+    shared_layers = getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0
     checks = [
         (
             model.runner_type != "generate",
             f"the model runs as {model.runner_type!r}",
             "only generation has a KV cache to evict from",
             without,
+        ),
+        (
+            diffusion,
+            "a diffusion model",
+            "a token that has been computed must stay as it is",
+            without,
+        ),
+        (
+            not diffusion and scheduler.scheduler_cls not in (None, SCHEDULER, ASYNC_SCHEDULER),
+            f"the scheduler {_qualified(scheduler.scheduler_cls)} is already chosen",
+            "eviction needs its own scheduler class",
+            "remove the option or plugin that chooses it, or serve without --kv-eviction",
         ),
         (model.use_mla, "the model uses MLA", "its latent cache has no keys per head", without),
         (
@@ -146,10 +169,39 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
             without,
         ),
         (
+            model.is_mm_prefix_lm,
+            "the model attends to images in both directions",
+            "prefill must be able to end inside of an image",
+            "serve text only, with --language-model-only, or without --kv-eviction",
+        ),
+        (
+            # Without effect on a model of text alone.
+            scheduler.disable_chunked_mm_input
+            and model.is_multimodal_model
+            and not (model.is_mm_prefix_lm or model.is_encoder_decoder),
+            "--disable-chunked-mm-input",
+            "prefill must be able to end inside of an image",
+            "drop --disable-chunked-mm-input",
+        ),
+        (
             cache.block_size != settings.block_size,
             f"vLLM chose a KV block of {cache.block_size} tokens",
             f"eviction is set up for {settings.block_size}",
             f"pass --block-size {settings.block_size}",
+        ),
+        (
+            cache.enable_prefix_caching
+            and cache.prefix_match_unit not in (None, settings.block_size),
+            f"--prefix-match-unit {cache.prefix_match_unit}",
+            f"blocks of {settings.block_size} tokens must be found whole",
+            "drop --prefix-match-unit",
+        ),
+        (
+            getattr(vllm_config.quant_config, "kv_cache_scheme", None) is not None
+            and cache.cache_dtype == "auto",
+            "the checkpoint quantises the KV cache (kv_cache_scheme in its config.json)",
+            "scoring reads keys in the model's own dtype",
+            without,
         ),
         (
             cache.cache_dtype != "auto",
@@ -158,17 +210,29 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
             "drop --kv-cache-dtype",
         ),
         (
-            parallel.decode_context_parallel_size > 1
-            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-            "context parallelism",
+            shared_layers > 0,
+            f"the model has layers that share another's KV cache "
+            f"(num_kv_shared_layers={shared_layers})",
+            "every layer must have a KV cache of its own to evict from",
+            without,
+        ),
+        (
+            cache.kv_sharing_fast_prefill,
+            "--kv-sharing-fast-prefill",
+            "every layer must see every token of a prompt",
+            "drop --kv-sharing-fast-prefill",
+        ),
+        (
+            max(decode_ranks, prefill_ranks) > 1,
+            f"context parallelism (decode over {decode_ranks} ranks, prefill over {prefill_ranks})",
             "a block must lie on one rank",
             "drop the context-parallel flags",
         ),
         (
-            parallel.enable_dbo,
-            "--enable-dbo",
+            parallel.use_ubatching,
+            microbatches,
             "batches must not be split in the worker",
-            "drop --enable-dbo",
+            f"drop {microbatches.split()[0]}",
         ),
         (
             vllm_config.speculative_config is not None,
@@ -177,13 +241,18 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
             "drop --speculative-config",
         ),
         (
-            vllm_config.kv_transfer_config is not None,
-            "a KV connector",
+            connector is not None,
+            f"a KV connector ({connector and connector.kv_connector})",
             "transferring evicted sequences is not supported by this release",
-            "drop --kv-transfer-config",
+            f"drop {connector_flag}",
         ),
     ]
-    return [told for refused, *told in checks if refused]  # type: ignore[misc]
+    return [(found, needed, remedy) for refused, found, needed, remedy in checks if refused]
+
+
+def _qualified(thing: Any) -> str:
+    """A class given as such or by its name, for messages."""
+    return f"{thing.__module__}.{thing.__qualname__}" if isinstance(thing, type) else str(thing)
 
 
 # The plan and the report travel as attributes: vLLM pickles both carriers whole. Remove when its

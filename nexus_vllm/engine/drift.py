@@ -124,10 +124,13 @@ def _overrides() -> list[tuple[type, type]]:
 
 
 def _calls() -> dict[type, tuple[str, ...]]:
-    from vllm.config import ModelConfig
+    from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import Request
     from vllm.v1.worker.block_table import MultiGroupBlockTable
     from vllm.v1.worker.gpu.block_table import BlockTables
 
@@ -139,13 +142,27 @@ def _calls() -> dict[type, tuple[str, ...]]:
             "evict_blocks(block_ids)",
             "free_blocks(ordered_blocks)",
         ),
+        Scheduler: ("finish_requests(request_ids, finished_status)",),
+        EngineCoreOutput: ("new_token_ids", "finish_reason", "events", "trace_headers"),
+        EngineCoreOutputs: ("outputs",),
+        Request: ("get_finished_reason", "take_events"),
         KVCacheManager: ("truncate_computed_blocks(blocks, num_computed_tokens)",),
         MultiGroupBlockTable: ("add_row(block_ids, row_idx)",),
         BlockTables: (
             "append_block_ids(req_index, new_block_ids, overwrite)",
             "apply_staged_writes",
         ),
-        ModelConfig: ("get_total_num_hidden_layers", "get_total_num_kv_heads", "get_head_size"),
+        ModelConfig: (
+            "get_total_num_hidden_layers",
+            "get_total_num_kv_heads",
+            "get_head_size",
+            "is_diffusion",
+            "is_mm_prefix_lm",
+            "is_multimodal_model",
+        ),
+        CacheConfig: ("kv_offloading_size", "kv_sharing_fast_prefill", "prefix_match_unit"),
+        ParallelConfig: ("use_ubatching", "ubatch_size", "local_engines_only"),
+        SchedulerConfig: ("scheduler_cls", "disable_chunked_mm_input"),
         CommonAttentionMetadata: (
             "replace",
             "num_reqs",

@@ -3,6 +3,7 @@
 pages of the live window -> keys --policy--> weights --selector--> kept blocks --copies--> pages
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction
 from nexus_vllm.policies import Observation, Policy
 from nexus_vllm.selectors import select
+
+OnError = Callable[[Exception], None]
+"""Takes what a policy or an allocator has raised."""
 
 MAX_KEYS = 1 << 20
 """Key numbers gathered at once (4 MiB in float32), unless one layer needs more: see MAX_LOGITS."""
@@ -68,6 +72,13 @@ def forced_blocks(blocks: Tensor, full: int, settings: Settings) -> Tensor:
     return (blocks < settings.sink_blocks) | (blocks >= full - settings.recency_blocks)
 
 
+def newest(blocks: Tensor, forced: Tensor, keep: int) -> Tensor:
+    """The `keep` blocks of each row that stay where nothing else is known: forced ones, then the
+    newest. bool like `blocks`, in which a negative id is no block."""
+    order = blocks + forced * (blocks.max() + 1)
+    return torch.zeros_like(forced).scatter(-1, order.topk(keep).indices, True)
+
+
 def window_queries(
     layers: list[Layer], sequence: Sequence, eviction: Eviction, window: int
 ) -> tuple[Tensor, Tensor]:
@@ -88,15 +99,26 @@ class Evictor:
             name: policies.make(name, settings) for name in policies.names()
         }
 
-    def evict(self, sequence: Sequence, eviction: Eviction) -> tuple[int, Tensor]:
+    def evict(
+        self, sequence: Sequence, eviction: Eviction, on_error: OnError | None = None
+    ) -> tuple[int, Tensor]:
         """Shrink one sequence to the pages the scheduler left it.
 
+        on_error: told what choosing blocks has raised; then sinks and the newest ones stay.
+            Without, it is raised, and nothing has changed.
         Returns the number of copied (layer, block) slices and the original ids [L, kept] of the
         blocks that stay. Raises RuntimeError when worker and scheduler disagree on the sequence.
         """
         check_agreement(sequence, eviction)
         blocks = sequence.live_blocks(len(self.layers), eviction.full)
-        kept = self._choose(sequence, eviction, blocks)
+        try:
+            kept = self._choose(sequence, eviction, blocks)
+        except Exception as error:
+            if on_error is None:
+                raise
+            on_error(error)
+            forced = forced_blocks(blocks, eviction.full, self.settings)
+            kept = newest(blocks, forced, len(eviction.kept_pages))
         moved, origin = self._fill(eviction, blocks, kept)
         sequence.released, sequence.origin = eviction.target, origin
         return moved, origin

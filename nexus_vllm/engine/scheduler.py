@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
 
 from nexus_vllm.admission import largest_plan, most_pages, plans
 from nexus_vllm.config import Directive, DirectiveError
@@ -44,12 +46,13 @@ class Ledger:
     evicted_blocks: int = 0
     moved_blocks: int = 0
     peak_blocks: int = 0
+    error: str | None = None
 
     def record(self, request_id: str, final_blocks: int, block_size: int) -> dict[str, Any]:
         """What the user is told, in the reply and at /kv_eviction/requests/{id}."""
         budget = self.budget_blocks
         plan = self.hold.plan if self.hold else self.plans[0] if self.plans else None
-        return {
+        told = {
             "request_id": request_id,
             "policy": self.directive.policy,
             "allocator": self.directive.allocator,
@@ -62,6 +65,7 @@ class Ledger:
             "peak_blocks": max(self.peak_blocks, final_blocks),
             "final_blocks": final_blocks,
         }
+        return told if self.error is None else {**told, "error": self.error}
 
 
 class EvictionSchedulerMixin(Scheduler):
@@ -115,6 +119,12 @@ class EvictionSchedulerMixin(Scheduler):
                 f"the KV block size is {managers[0].block_size}",
                 f"KV eviction is set up for {self.eviction.block_size}",
                 f"pass --block-size {self.eviction.block_size}",
+            )
+        if self.hash_block_size != managers[0].block_size:
+            raise compat.UnsupportedError(
+                f"prefixes are hashed every {self.hash_block_size} tokens",
+                f"blocks of {managers[0].block_size} tokens must be found whole",
+                "drop --prefix-match-unit",
             )
         return managers[0]
 
@@ -385,9 +395,30 @@ class EvictionSchedulerMixin(Scheduler):
     ) -> Any:
         """Book the worker's report before vLLM finishes requests with it."""
         report = compat.report_of(model_runner_output)
+        failed: list[Request] = []
         if report is not None:
             self._book(report)
-        return super().update_from_output(scheduler_output, model_runner_output)
+            failed = self._fail(report.failed)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request in failed:
+            # As vLLM tells of requests whose grammar does not compile.
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+            )
+        return outputs
+
+    def _fail(self, errors: dict[str, str]) -> "list[Request]":
+        """End requests whose policy has failed, before a token of that step counts as theirs."""
+        for request_id, error in errors.items():
+            with contextlib.suppress(KeyError):  # as in `_book`
+                self.ledgers[request_id].error = error
+        return self.finish_requests(errors, RequestStatus.FINISHED_ERROR)
 
     def _book(self, report: StepReport) -> None:
         for request_id, moved in report.moved.items():

@@ -13,8 +13,10 @@ from nexus_vllm.config import Settings
 from nexus_vllm.engine.evictor import (
     MAX_KEYS,
     Layer,
+    OnError,
     check_agreement,
     forced_blocks,
+    newest,
     window_queries,
 )
 from nexus_vllm.engine.sequences import Sequence
@@ -37,10 +39,16 @@ class UnevenEvictor:
         self.heads = self.space.heads
 
     def evict(
-        self, sequence: Sequence, eviction: Eviction, policy: Policy, allocator: Allocator
+        self,
+        sequence: Sequence,
+        eviction: Eviction,
+        policy: Policy,
+        allocator: Allocator,
+        on_error: OnError | None = None,
     ) -> tuple[int, Tensor]:
         """Shrink one sequence to the units of the pages that the scheduler left it.
 
+        on_error: as `Evictor.evict`.
         Returns the number of copied units and the original ids [L, H, most] of the blocks that
         stay, -1 where a head keeps fewer than another. Raises RuntimeError when worker and
         scheduler disagree on the sequence.
@@ -51,8 +59,36 @@ class UnevenEvictor:
         # Padding gets ids beyond every query, so that attention cannot see it.
         padding = eviction.full + torch.arange(valid.shape[-1]).expand(valid.shape)
         ids = torch.where(valid, holding.blocks, padding)
-        settings = self.settings
-        forced = valid & forced_blocks(ids, eviction.full, settings)
+        forced = valid & forced_blocks(ids, eviction.full, self.settings)
+        room = self.space.own(torch.tensor(eviction.kept_pages)).flatten()
+        try:
+            kept = self._choose(sequence, eviction, policy, allocator, holding, ids, forced)
+            packed, source, target = holding.packed(kept, room)
+        except Exception as error:
+            if on_error is None:
+                raise
+            on_error(error)
+            blocks = torch.where(valid, ids, -1).flatten()
+            kept = newest(blocks, forced.flatten(), len(room)).view_as(valid)
+            packed, source, target = holding.packed(kept, room)
+        self.space.copy(source, target)
+        if self.settings.check_integrity:
+            packed.check_integrity(room)
+        sequence.released, sequence.holding, sequence.dealt = eviction.target, packed, eviction.full
+        return len(source), packed.blocks
+
+    def _choose(
+        self,
+        sequence: Sequence,
+        eviction: Eviction,
+        policy: Policy,
+        allocator: Allocator,
+        holding: Holding,
+        ids: Tensor,
+        forced: Tensor,
+    ) -> Tensor:
+        """Which held blocks stay: bool [L, H, most]."""
+        settings, valid = self.settings, holding.valid
         rows = torch.tensor([layer.index for layer in self.layers])[:, None] * self.heads
         rows = rows + torch.arange(self.heads)
         weights, preference = self._score(
@@ -70,7 +106,7 @@ class UnevenEvictor:
                 preference=preference,
             )
         )
-        kept = select(
+        return select(
             policy.selector or settings.selector,
             weights.flatten(0, 1),
             counts.flatten(),
@@ -83,13 +119,6 @@ class UnevenEvictor:
             temperature=settings.temperature,
             validate=False,
         ).view_as(valid)
-        room = self.space.own(torch.tensor(eviction.kept_pages)).flatten()
-        packed, source, target = holding.packed(kept, room)
-        self.space.copy(source, target)
-        if settings.check_integrity:
-            packed.check_integrity(room)
-        sequence.released, sequence.holding, sequence.dealt = eviction.target, packed, eviction.full
-        return len(source), packed.blocks
 
     def _held(self, sequence: Sequence, eviction: Eviction) -> Holding:
         """The live window by units: what was dealt out, and own units of blocks filled since."""

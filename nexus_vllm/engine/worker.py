@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
@@ -34,6 +35,8 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
 attention.install()
 
@@ -66,6 +69,7 @@ class EvictionWorker(PlatformWorker):
             )
         self._windows: dict[str, LayerWindow] = {}
         self._report: StepReport | None = None
+        self._failed: set[str] = set()
         self._trace: dict[str, list[dict[str, Any]]] = {}
 
     # Start-up
@@ -74,8 +78,11 @@ class EvictionWorker(PlatformWorker):
         """Load, then allocate the query windows, before vLLM sizes the KV pool."""
         super().load_model(*args, **kwargs)
         slots = self.vllm_config.scheduler_config.max_num_seqs
-        for name, layer in self._attention_layers().items():
+        layers = self._attention_layers()
+        for name, layer in layers.items():
             _check_layer(name, layer)
+        _check_alike(layers)
+        for name, layer in layers.items():
             window = LayerWindow(
                 slots,
                 self._ring_rows,
@@ -92,14 +99,9 @@ class EvictionWorker(PlatformWorker):
         return ring_rows(self.eviction.window, self.vllm_config.max_concurrent_batches)
 
     def _attention_layers(self) -> dict[str, Any]:
-        """This rank's attention layers with a KV cache of their own, in model order."""
+        """This rank's attention layers, in model order."""
         found = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        own = [
-            (name, layer)
-            for name, layer in found.items()
-            if getattr(layer, "kv_sharing_target_layer_name", None) is None
-        ]
-        return dict(sorted(own, key=lambda item: extract_layer_index(item[0])))
+        return dict(sorted(found.items(), key=lambda item: extract_layer_index(item[0])))
 
     def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
         """vLLM's specs, proved to be ours."""
@@ -168,6 +170,7 @@ class EvictionWorker(PlatformWorker):
         report = StepReport()
         for request_id in plan.stopped:
             self.sequences.stop(request_id)
+            self._failed.discard(request_id)
         for eviction in plan.evictions:
             self._evict(eviction, report)
         # Replaced, not extended: ranks whose outputs nobody collects never send theirs.
@@ -186,14 +189,31 @@ class EvictionWorker(PlatformWorker):
     def _evict(self, eviction: Eviction, report: StepReport) -> None:
         begin = time.perf_counter()
         sequence = self.sequences.by_id[eviction.request_id]
+
+        def failed(error: Exception) -> None:
+            report.failed[eviction.request_id] = f"{type(error).__name__}: {error}"
+            if eviction.request_id not in self._failed:
+                self._failed.add(eviction.request_id)
+                logger.error(
+                    "%s: policy %s, allocator %s could not choose what stays; the request ends.",
+                    eviction.request_id,
+                    eviction.policy,
+                    eviction.allocator,
+                    exc_info=error,
+                )
+
+        # Only one rank's report reaches the scheduler: of several, none may go on alone.
+        alone = self.vllm_config.parallel_config.world_size == 1
+        on_error = failed if alone else None
         if eviction.allocator == "uniform":
-            moved, kept = self.evictor.evict(sequence, eviction)
+            moved, kept = self.evictor.evict(sequence, eviction, on_error)
         else:
             moved, kept = self.uneven.evict(
                 sequence,
                 eviction,
                 self.evictor.policies[eviction.policy],
                 self.allocators[eviction.allocator],
+                on_error,
             )
         self.runner.overwrite_row(eviction.request_id, eviction.row)
         report.moved[eviction.request_id] = moved
@@ -241,6 +261,18 @@ def _check_layer(name: str, layer: Any) -> None:
             f"eviction has been tested with the attention backends {tested}",
             "choose one with --attention-backend, or serve without --kv-eviction",
         )
+    if layer.kv_sharing_target_layer_name is not None:
+        raise compat.UnsupportedError(
+            f"layer {name} shares the KV cache of {layer.kv_sharing_target_layer_name}",
+            "every layer must have a KV cache of its own to evict from",
+            "serve this model without --kv-eviction",
+        )
+    if layer.kv_cache_dtype != "auto":
+        raise compat.UnsupportedError(
+            f"layer {name} has a KV cache of {layer.kv_cache_dtype}",
+            "scoring reads keys in the model's own dtype",
+            "serve this model without --kv-eviction",
+        )
     if getattr(impl, "alibi_slopes", None) is not None:
         raise compat.UnsupportedError(
             f"layer {name} uses ALiBi",
@@ -253,3 +285,20 @@ def _check_layer(name: str, layer: Any) -> None:
             "they are not part of the scores, and attention over units would mix up their heads",
             "serve this model without --kv-eviction",
         )
+
+
+def _check_alike(layers: dict[str, Any]) -> None:
+    """Refuse layers that differ in shape: a head's blocks may lie in the pages of any other."""
+    shapes = {
+        name: f"{layer.num_heads} query heads and {layer.num_kv_heads} KV heads of size "
+        f"{layer.head_size}"
+        for name, layer in layers.items()
+    }
+    first, shape = next(iter(shapes.items()))
+    for name, other in shapes.items():
+        if other != shape:
+            raise compat.UnsupportedError(
+                f"layer {name} has {other}, but {first} has {shape}",
+                "all layers must be alike to deal blocks out among their heads",
+                "serve this model without --kv-eviction",
+            )

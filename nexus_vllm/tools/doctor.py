@@ -347,7 +347,8 @@ def engine(model: str, options: list[str]) -> Iterator[Finding]:
     yield Finding(
         section,
         "layers",
-        "checked at start: each layer's KV cache, ALiBi, sinks, key order",
+        "checked at start: each layer's KV cache, its dtype and whose it is, heads, ALiBi, "
+        "sinks, key order",
     )
 
 

@@ -73,6 +73,42 @@ MODELS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 2,
         "num_key_value_heads": 2,
     },
+    "mamba": {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "hidden_size": 128,
+        "state_size": 16,
+        "num_hidden_layers": 2,
+        "vocab_size": 128,
+        "torch_dtype": "float32",
+    },
+    "whisper": {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "d_model": 128,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 128,
+        "vocab_size": 128,
+        "max_target_positions": 256,
+        "torch_dtype": "float32",
+    },
+    "chunked": {**LLAMA, "attention_chunk_size": 64},
+    "shared": {**LLAMA, "num_kv_shared_layers": 1},
+    "images_both_ways": {**LLAMA, "is_mm_prefix_lm": True},
+    "quantised_cache": {
+        **LLAMA,
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {},
+            "ignore": [],
+            "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+        },
+    },
     "bloom": {
         "architectures": ["BloomForCausalLM"],
         "model_type": "bloom",
@@ -144,6 +180,39 @@ def generate(llm: Any) -> Any:
 @scenario
 def healthy() -> Any:
     return generate(start()).kv_transfer_params["kv_eviction"]
+
+
+@scenario
+def policy_that_raises() -> Any:
+    """Finish reason and tokens of three requests at once, the second one's policy broken."""
+    from vllm import SamplingParams
+
+    llm = start()
+    core = llm.llm_engine.engine_core.engine_core
+    policies: Any = core.model_executor.driver_worker.worker.evictor.policies
+    type(policies["streaming-llm"]).weights = lambda self, seen: 1 / 0
+
+    def ask(*which: str) -> list[Any]:
+        prompts: Any = [
+            {"prompt_token_ids": [(i + len(w)) % 100 for i in range(200)]} for w in which
+        ]
+        params = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=20,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_policy": policy},
+            )
+            for policy in which
+        ]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [[o.outputs[0].finish_reason, list(o.outputs[0].token_ids)] for o in outputs]
+
+    together = ask("nexus", "streaming-llm", "random")
+    pool = core.scheduler.pages.block_pool
+    free = pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    return [together, [*ask("nexus"), *ask("random")], free]
 
 
 @scenario
@@ -222,6 +291,117 @@ def attention_sinks() -> None:
 
     impl.__init__ = with_sinks
     start()
+
+
+@scenario
+def kv_sharing_layer() -> None:
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    stock = Attention.__init__
+
+    def sharing(self: Any, *args: Any, prefix: str = "", **kwargs: Any) -> None:
+        if ".1." in prefix:
+            kwargs["kv_sharing_target_layer_name"] = "model.layers.0.self_attn.attn"
+        stock(self, *args, prefix=prefix, **kwargs)
+
+    Attention.__init__ = sharing
+    start()
+
+
+@scenario
+def kv_sharing_fast_prefill() -> None:
+    configure(kv_sharing_fast_prefill=True)
+
+
+@scenario
+def kv_sharing_model() -> None:
+    configure("shared")
+
+
+@scenario
+def quantised_layer() -> None:
+    change_layer(1, kv_cache_dtype="fp8")
+    start()
+
+
+@scenario
+def uneven_layers() -> None:
+    change_layer(1, num_kv_heads=2)
+    start()
+
+
+def change_layer(index: int, **attributes: Any) -> None:
+    """Give one layer other attributes when it has been built."""
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    stock = Attention.__init__
+
+    def changed(self: Any, *args: Any, prefix: str = "", **kwargs: Any) -> None:
+        stock(self, *args, prefix=prefix, **kwargs)
+        if f".{index}." in prefix:
+            vars(self).update(attributes)
+
+    Attention.__init__ = changed
+
+
+@scenario
+def quantised_cache() -> None:
+    configure("quantised_cache")
+
+
+@scenario
+def diffusion() -> None:
+    configure(diffusion_config={"canvas_length": 32})
+
+
+@scenario
+def images_both_ways() -> None:
+    configure("images_both_ways")
+
+
+@scenario
+def whole_images_without_images() -> Any:
+    return configure(disable_chunked_mm_input=True).scheduler_config.scheduler_cls
+
+
+@scenario
+def prefix_match_unit() -> None:
+    configure(prefix_match_unit=16)
+
+
+@scenario
+def kv_connector() -> None:
+    configure(kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
+
+
+@scenario
+def kv_offloading() -> None:
+    configure(kv_offloading_size=1)
+
+
+@scenario
+def pooling() -> None:
+    configure(runner="pooling")
+
+
+@scenario
+def encoder_decoder() -> None:
+    configure("whisper")
+
+
+@scenario
+def state_space() -> None:
+    configure("mamba")
+
+
+@scenario
+def attention_chunks() -> None:
+    configure("chunked")
+
+
+@scenario
+def context_parallelism() -> None:
+    configure(tensor_parallel_size=2, decode_context_parallel_size=2)
 
 
 @scenario
@@ -534,6 +714,19 @@ def test_unbroken_the_same_engine_starts_and_evicts(outcomes: Outcomes) -> None:
     assert json.loads(healthy.told)["evicted_blocks"] > 0
 
 
+def test_a_policy_that_raises_ends_its_request_only(outcomes: Outcomes) -> None:
+    outcome = outcomes("policy_that_raises")
+    assert outcome.error == "", outcome.log[-3000:]
+    (first, broken, last), alone, free = json.loads(outcome.told)
+    assert [first, last] == alone
+    assert [first[0], len(first[1])] == ["length", 20]
+    assert [broken[0], len(broken[1])] == ["error", 1]
+    assert free
+    said = "policy streaming-llm, allocator uniform could not choose what stays; the request ends."
+    assert outcome.log.count(said) == 1
+    assert "ZeroDivisionError: division by zero" in outcome.log
+
+
 @pytest.mark.parametrize(
     ("name", "found", "needed", "remedy"),
     [
@@ -579,6 +772,103 @@ def test_unbroken_the_same_engine_starts_and_evicts(outcomes: Outcomes) -> None:
             "layer model.layers.0.self_attn.attn has attention sinks of its own",
             "they are not part of the scores",
             WITHOUT,
+        ),
+        (
+            "kv_sharing_layer",
+            "layer model.layers.1.self_attn.attn shares the KV cache of model.layers.0.self_attn",
+            "every layer must have a KV cache of its own to evict from",
+            WITHOUT,
+        ),
+        (
+            "kv_sharing_fast_prefill",
+            "--kv-sharing-fast-prefill",
+            "every layer must see every token of a prompt",
+            "Remedy: drop --kv-sharing-fast-prefill.",
+        ),
+        (
+            "kv_sharing_model",
+            "the model has layers that share another's KV cache (num_kv_shared_layers=1)",
+            "every layer must have a KV cache of its own to evict from",
+            WITHOUT,
+        ),
+        (
+            "quantised_layer",
+            "layer model.layers.1.self_attn.attn has a KV cache of fp8",
+            "scoring reads keys in the model's own dtype",
+            WITHOUT,
+        ),
+        (
+            "quantised_cache",
+            "the checkpoint quantises the KV cache (kv_cache_scheme in its config.json)",
+            "scoring reads keys in the model's own dtype",
+            WITHOUT,
+        ),
+        (
+            "uneven_layers",
+            "layer model.layers.1.self_attn.attn has 2 query heads and 2 KV heads of size 64, but "
+            "model.layers.0.self_attn.attn has 2 query heads and 1 KV heads of size 64",
+            "all layers must be alike to deal blocks out among their heads",
+            WITHOUT,
+        ),
+        (
+            "diffusion",
+            "a diffusion model",
+            "a token that has been computed must stay as it is",
+            WITHOUT,
+        ),
+        (
+            "images_both_ways",
+            "the model attends to images in both directions",
+            "prefill must be able to end inside of an image",
+            "Remedy: serve text only, with --language-model-only, or without --kv-eviction.",
+        ),
+        (
+            "prefix_match_unit",
+            "--prefix-match-unit 16",
+            "blocks of 32 tokens must be found whole",
+            "Remedy: drop --prefix-match-unit.",
+        ),
+        (
+            "kv_connector",
+            "a KV connector (ExampleConnector)",
+            "transferring evicted sequences is not supported by this release",
+            "Remedy: drop --kv-transfer-config.",
+        ),
+        (
+            "kv_offloading",
+            "a KV connector (OffloadingConnector)",
+            "transferring evicted sequences is not supported by this release",
+            "Remedy: drop --kv-offloading-size (and --kv-transfer-config, if it is given).",
+        ),
+        (
+            "pooling",
+            "the model runs as 'pooling'",
+            "only generation has a KV cache to evict from",
+            WITHOUT,
+        ),
+        (
+            "encoder_decoder",
+            "the model is an encoder-decoder",
+            "cross-attention blocks cannot be evicted",
+            WITHOUT,
+        ),
+        (
+            "state_space",
+            "the model has state-space layers",
+            "all layers must be attention",
+            WITHOUT,
+        ),
+        (
+            "attention_chunks",
+            "the model has layers with chunks of 64 tokens",
+            "every layer must be plain full attention",
+            WITHOUT,
+        ),
+        (
+            "context_parallelism",
+            "context parallelism (decode over 2 ranks, prefill over 1)",
+            "a block must lie on one rank",
+            "Remedy: drop the context-parallel flags.",
         ),
         (
             "sliding_window",
@@ -702,8 +992,9 @@ def test_refuses_another_block_size(outcomes: Outcomes) -> None:
     assert "Drop --block-size, or set force_block_size: true" in outcome.told
 
 
-def test_a_sliding_window_that_is_switched_off_is_no_reason(outcomes: Outcomes) -> None:
-    outcome = outcomes("sliding_window_switched_off")
+@pytest.mark.parametrize("name", ["sliding_window_switched_off", "whole_images_without_images"])
+def test_what_is_without_effect_is_no_reason(outcomes: Outcomes, name: str) -> None:
+    outcome = outcomes(name)
     assert (outcome.error, json.loads(outcome.told)) == (
         "",
         "nexus_vllm.engine.scheduler.EvictionScheduler",
