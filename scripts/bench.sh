@@ -16,6 +16,6 @@ exec "$root/.venv/bin/nexus-vllm" bench "$model" --out "$root/bench" \
   --rounds 4 \
   --contexts 2048,4096,8192 --batches 1,8 \
   --loads 2048+2048x12,3584+512x8 \
-  --fed-tokens 50000 --stream-tokens 2000 --stream-allocators uniform,lu \
-  --live-tokens 512,1024,2048,4096 \
+  --fed-tokens 50000 --stream-tokens 1000 --stream-allocators uniform,lu \
+  --live-tokens 512,1024,2048,4096 --evictions 6 \
   "$@"
