@@ -269,7 +269,8 @@ def _decode(args: argparse.Namespace) -> Part:
     setup = (
         f"Medians of {args.turns} decode steps of batches of different prompts, which take turns; "
         "synchronous scheduling. The ideal reads weights and live KV once, at the bandwidth of a "
-        "large copy. Steps that evict are left out: see f."
+        "large copy. Steps that evict are left out: see f. Where the time goes is torch's profile "
+        "of eight further steps, evictions among them."
     )
     return bench_steps.decode_speed(
         Part("b", TITLES["b"], setup),
