@@ -146,8 +146,11 @@ def _kept(args: argparse.Namespace, told: dict[str, Any]) -> list[Part]:
 
 def _typed(args: argparse.Namespace) -> str:
     """This command, without the folders of this machine."""
-    folders = {str(args.given): "MODEL", str(args.out): "DIR"}
-    return shlex.join(["nexus-vllm", *(folders.get(item, item) for item in sys.argv[1:])])
+    shown, before = ["nexus-vllm"], ""
+    for item in sys.argv[1:]:
+        shown.append("DIR" if before == "--out" else "MODEL" if item == str(args.given) else item)
+        before = item
+    return shlex.join(shown)
 
 
 def _gpu() -> bool:

@@ -170,3 +170,10 @@ def test_unknown_parts_and_models_are_refused(
     assert cli.main(["bench", str(tmp_path), "--out", str(tmp_path / "o")]) == 1
     assert "is not the folder of a model" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
+
+
+def test_a_report_names_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = ["nexus-vllm", "bench", "/home/me/tiny", "--out", "/a", "--rounds", "3", "--out", "/b"]
+    monkeypatch.setattr("sys.argv", typed)
+    told = bench._typed(argparse.Namespace(given=Path("/home/me/tiny")))
+    assert told == "nexus-vllm bench MODEL --out DIR --rounds 3 --out DIR"
