@@ -180,7 +180,8 @@ class Evictor:
         """Window queries [L, W, Hq, D], their positions [W], keys [L, N, Hkv, b, D]."""
         queries, positions = window_queries(layers, sequence, eviction, self.settings.window)
         pages = torch.tensor(eviction.pages)
-        return queries, positions, read_keys(layers, pages)
+        keys = layers[0].keys.read_all([layer.cache for layer in layers], pages)
+        return queries, positions, keys
 
     def _fill(self, eviction: Eviction, blocks: Tensor, kept: Tensor) -> tuple[int, Tensor]:
         """Copy kept blocks out of pages that go into pages that stay; returns (copies, origins).
@@ -207,8 +208,3 @@ class Evictor:
         ):
             layer.cache.index_copy_(0, new, layer.cache.index_select(0, old))
         return len(source), origin
-
-
-def read_keys(layers: list[Layer], pages: Tensor) -> Tensor:
-    """Keys of whole pages, [L, N, Hkv, b, D], of layers that are alike."""
-    return layers[0].keys.read_all([layer.cache for layer in layers], pages)
