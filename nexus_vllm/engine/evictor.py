@@ -22,8 +22,8 @@ from nexus_vllm.selectors import select
 OnError = Callable[[Exception], None]
 """Takes what a policy or an allocator has raised."""
 
-MAX_KEYS = 1 << 20
-"""Key numbers gathered at once (4 MiB in float32), unless one layer needs more: see MAX_LOGITS."""
+MAX_KEYS = 1 << 18
+"""Key numbers gathered at once (1 MiB in float32), unless one layer needs more: see MAX_LOGITS."""
 
 
 @dataclass

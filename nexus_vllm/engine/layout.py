@@ -47,18 +47,28 @@ class KeyLayout:
     def read_all(self, caches: list[Tensor], pages: Tensor) -> Tensor:
         """The same of several layers with this layout, [layers, len(pages), KV heads, block, D].
 
-        Tokens and dimensions stay in the order they have in the cache; only the view says which.
+        Only the view is in this order. In memory a head's keys are next to one another, so that a
+        product takes them as they are: dimension by dimension where the cache has them so.
         """
         first, end = self.span
-        shape = len(caches), len(pages), caches[0].shape[1], end - first
-        units = caches[0].new_empty(shape)
-        for cache, into in zip(caches, units, strict=True):
-            torch.index_select(cache.flatten(2)[:, :, first:end], 0, pages, out=into)
+        block, dim = self.order.shape
+        sources = [cache.flatten(2)[:, :, first:end].transpose(0, 1) for cache in caches]
+        heads, count = sources[0].shape[0], len(pages)
+        if self.steps == (1, block):
+            keys = caches[0].new_empty(len(caches), heads, dim, count, block)
+            for source, into in zip(sources, keys, strict=True):
+                by_dim = source.unflatten(-1, (dim, block)).transpose(1, 2)
+                torch.index_select(by_dim, 2, pages, out=into)
+            return keys.permute(0, 3, 1, 4, 2)
+        units = caches[0].new_empty(len(caches), heads, count, end - first)
+        for source, into in zip(sources, units, strict=True):
+            torch.index_select(source, 1, pages, out=into)
+        units = units.transpose(1, 2)
         if self.steps is None:
             taken = units.index_select(-1, self.order.flatten() - first)
             return taken.unflatten(-1, self.order.shape)
         start = int(self.order[0, 0]) - first
-        shape = (*units.shape[:3], *self.order.shape)
+        shape = (*units.shape[:3], block, dim)
         return units.as_strided(shape, (*units.stride()[:3], *self.steps), start)
 
 

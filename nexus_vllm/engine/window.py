@@ -9,10 +9,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Recording:
-    """Which query rows of a step go where: `source` in the batch, `target` in the ring."""
+    """Which query rows of a step go where: `source` in the batch, `target` in the ring.
 
-    source: Tensor
+    `source` is None where they are the batch's first rows, in order, as in most decode steps.
+    """
+
+    source: Tensor | None
     target: Tensor
+
+    def taken(self, rows: Tensor) -> Tensor:
+        """Those of a batch's rows that are recorded."""
+        if self.source is None:
+            return rows[: len(self.target)]
+        return rows.index_select(0, self.source)
 
 
 def ring_rows(window: int, batches: int) -> int:
@@ -45,7 +54,7 @@ class LayerWindow:
 
     def record(self, query: Tensor, recording: Recording) -> None:
         """Store the step's window queries. `query`: [tokens, query heads, head size], rotated."""
-        rows = query.view(-1, *self.ring.shape[1:]).index_select(0, recording.source)
+        rows = recording.taken(query.view(-1, *self.ring.shape[1:]))
         self.ring.index_copy_(0, recording.target, rows)
 
     def queries(self, slot: int, positions: Tensor) -> Tensor:
@@ -71,7 +80,8 @@ def recording(
     source = np.repeat(starts[1:], counts) - 1 - back
     position = np.repeat(lengths, counts) - 1 - back
     target = np.repeat(slots, counts) * rows + position % rows
+    first_rows = np.array_equal(source, np.arange(total))
     return Recording(
-        torch.from_numpy(source.astype(np.int64)).to(device),
+        None if first_rows else torch.from_numpy(source.astype(np.int64)).to(device),
         torch.from_numpy(target.astype(np.int64)).to(device),
     )

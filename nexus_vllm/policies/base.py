@@ -7,6 +7,7 @@ dimension of size Hkv instead: queries [L, Hkv, W, Hq/Hkv, D], keys [L, Hkv, N, 
 block_ids [L, Hkv, N]. Rows are independent, so a caller short of memory may pass fewer at a time.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -135,20 +136,23 @@ def block_attention(obs: Observation, heads: Heads = "per-head") -> Tensor:
             q_rows = q_rows.mean(dim=2, keepdim=True, dtype=torch.float32)
             k_rows = k_rows.mean(dim=2, keepdim=True, dtype=torch.float32)
         q_rows = q_rows.unflatten(2, (kv_heads, group))
-        last = (positions[:, None] - ids[rows, None, :] * block)[..., None]  # offset seen last
-        hidden = torch.zeros(*last.shape[:-1], block, dtype=torch.float32, device=ids.device)
-        hidden.masked_fill_(offsets > last, -torch.inf)  # [r, W, N, b]
+        last = positions[:, None] - ids[rows, None, :] * block  # [r, W, N], offset seen last
+        # Blocks that some query does not see whole: few, since the window is at the end.
+        late = (last < block - 1).flatten(0, 1).any(0).nonzero().flatten()
+        hidden = offsets > last[:, None, :, None, late, None]  # [r, 1, W, 1, n, b]
         for first_head in range(0, kv_heads, head_step):
             some = slice(first_head, first_head + head_step)
-            q = q_rows[:, :, some].float().transpose(1, 2) * obs.scale  # [r, h, W, G, D]
+            # To the base 2: torch's exp is several times slower on CPU, most of all near zero.
+            q = q_rows[:, :, some].float().transpose(1, 2) * (obs.scale / math.log(2))
             k = k_rows[:, :, some].float()  # [r, N, h, b, D]
             if by_dim:
                 k = k.permute(0, 2, 4, 1, 3).flatten(3)  # [r, h, D, Nb]
             else:
                 k = k.transpose(1, 2).flatten(2, 3).mT
-            logits = (q.flatten(2, 3) @ k).unflatten(2, (window, group))
-            logits.add_(hidden.flatten(2)[:, None, :, None])
-            highest = logits.amax(dim=-1, keepdim=True).clamp_(min=lowest)
-            mass = logits.sub_(highest).exp_().unflatten(-1, (size, block)).sum(-1)
+            logits = (q.flatten(2, 3) @ k).view(*q.shape[:-1], size, block)
+            partly = logits.index_select(-2, late).masked_fill_(hidden, -torch.inf)
+            logits.index_copy_(-2, late, partly)
+            highest = logits.amax(dim=(-2, -1), keepdim=True).clamp_(min=lowest)
+            mass = logits.sub_(highest).exp2_().sum(-1)
             maps[rows, some] = mass / mass.sum(-1, keepdim=True).clamp_(min=tiny)
     return maps.transpose(2, 3).reshape(*lead, query_heads, window, size)

@@ -173,7 +173,7 @@ class Memory:
             starts, ends, slots = map(np.array, ([0, count], [start + count], [sequence.slot]))
             new = recording(starts, ends, slots, self.ring.shape[1], CPU)
             assert new is not None
-            self.ring.view(-1)[new.target] = positions[new.source]
+            self.ring.view(-1)[new.target] = new.taken(positions)
 
     def check_window(self, request: Request, computed: int) -> None:
         """What attention would read before this step is what it should: every live block, once."""
