@@ -22,6 +22,9 @@ from nexus_vllm.selectors import select
 OnError = Callable[[Exception], None]
 """Takes what a policy or an allocator has raised."""
 
+PROFILER_RANGE = "kv_eviction"
+"""What torch's profiler calls the worker's part of one eviction."""
+
 MAX_KEYS = 1 << 18
 """Key numbers gathered at once (1 MiB in float32), unless one layer needs more: see MAX_LOGITS."""
 

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.profiler import record_function
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
@@ -17,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from nexus_vllm.engine import attention, compat
-from nexus_vllm.engine.evictor import Evictor, Layer
+from nexus_vllm.engine.evictor import PROFILER_RANGE, Evictor, Layer
 from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.profiles import rank_heads, servable
 from nexus_vllm.engine.runners import Runner, adapt
@@ -172,7 +173,8 @@ class EvictionWorker(PlatformWorker):
             self.sequences.stop(request_id)
             self._failed.discard(request_id)
         for eviction in plan.evictions:
-            self._evict(eviction, report)
+            with record_function(PROFILER_RANGE):
+                self._evict(eviction, report)
         # Replaced, not extended: ranks whose outputs nobody collects never send theirs.
         self._report = report if plan.evictions else None
         if plan.evictions:

@@ -44,7 +44,7 @@ def add_to(commands: Any) -> None:
     option = parser.add_argument
     option("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
     option("--parts", type=_parts, default=",".join(PARTS), help="letters, as in a,c,f")
-    option("--rounds", type=int, default=2, metavar="N", help="a, c, d: loads on each server")
+    option("--rounds", type=int, default=2, metavar="N", help="a, d: loads on each server")
     option("--seed", type=int, default=1)
     option("--budget", default="20%", help="c, d: --kv-budget of ours")
     option("--budget-floor", type=int, default=128, metavar="N", help="c, d: of ours")
@@ -57,6 +57,9 @@ def add_to(commands: Any) -> None:
     small.add_argument("--pool-sequences", type=int, default=2, metavar="N")
     ample = parser.add_argument_group("a, d: an ample pool")
     ample.add_argument("--ample-loads", type=_loads, default="512+96x8@4", help=LOAD)
+    ample.add_argument("--starts", type=int, default=1, metavar="N", help="a, d: of both servers")
+    ample.add_argument("--step-tokens", type=int, default=512, metavar="N", help="d: single steps")
+    ample.add_argument("--step-batch", type=int, default=4, metavar="N", help="d: single steps")
     ample.add_argument("--texts", type=int, default=4, metavar="N", help="a, d: texts compared")
     decode = parser.add_argument_group("b: decode speed")
     decode.add_argument("--contexts", type=_numbers, default="2048", metavar="N,...")
@@ -244,10 +247,10 @@ def _ample(args: argparse.Namespace, letter: str, ours: list[str], tokens: int) 
         letter,
         TITLES[letter],
         f"A pool of {pair.pool_tokens} tokens, more than the load needs. {_said(loads)} "
-        f"Ours: {' '.join(pair.ours)}.",
+        f"Servers started {args.starts} times. Ours: {' '.join(pair.ours)}.",
     )
-    same = bench_servers.same_text(args.texts, tokens, 1500)
-    return compare(part, pair, loads, args.rounds, args.seed, same if args.texts else None)
+    same = bench_servers.same_text(args.texts, tokens, 1500) if args.texts else None
+    return compare(part, pair, loads, args.rounds, args.seed, same, args.starts)
 
 
 def _said(loads: Sequence[Load]) -> str:
@@ -265,7 +268,19 @@ def _idle(args: argparse.Namespace) -> Part:
 def _pressure(args: argparse.Namespace) -> Part:
     # A file's settings give way to flags, and the trigger has none.
     knobs = ["--kv-eviction-config", '{"trigger": "pressure"}']
-    return _ample(args, "d", [*_evicting(args), *knobs], 48)
+    part = _ample(args, "d", [*_evicting(args), *knobs], 48)
+    ours = {"budget": args.budget, "budget_floor": args.budget_floor, "trigger": "pressure"}
+    return bench_steps.step_cost(
+        part,
+        args.model,
+        args.work,
+        args.cpu,
+        ours,
+        args.step_tokens,
+        args.step_batch,
+        args.turns,
+        args.starts,
+    )
 
 
 def _decode(args: argparse.Namespace) -> Part:
@@ -324,7 +339,8 @@ def _cost(args: argparse.Namespace) -> Part:
     setup = (
         f"One sequence whose prompt was cut to {args.live_density:.0%} decodes on and is evicted "
         "at the default interval: seconds of the worker (nexus:eviction_seconds) beside "
-        "the steps between that evict nothing."
+        "the steps between that evict nothing. Where the time goes is torch's profile of two "
+        "further evictions; the products are those of the window's queries with the live keys."
     )
     return bench_steps.eviction_cost(
         Part("f", TITLES["f"], setup),

@@ -149,6 +149,31 @@ class Host:
         whole = 1e3 * sum(step["seconds"] for step in steps) / count
         return {**told, "between operators": whole - sum(told.values()), "step": whole}
 
+    def eviction_breakdown(self, name: str, steps: int) -> dict[str, float]:
+        """Where the evictions of `steps` steps spend their time, by torch's profiler: ms each."""
+        from torch.profiler import ProfilerActivity, profile
+
+        from nexus_vllm.engine.evictor import PROFILER_RANGE
+
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            self.turn(name, steps)
+        told = dict.fromkeys(("products", "gathering and moving", "other operators"), 0.0)
+        whole, count = 0.0, 0
+        for event in seen.events():
+            if event.name == PROFILER_RANGE:
+                whole, count = whole + event.cpu_time_total, count + 1
+            elif _inside(event, PROFILER_RANGE):
+                kind = "other operators"
+                if re.search(r"mm\b", event.name):
+                    kind = "products"
+                elif re.search(r"index|copy|gather|scatter", event.name):
+                    kind = "gathering and moving"
+                told[kind] += event.self_cpu_time_total
+        if not count:
+            raise RuntimeError(f"{steps} steps of {name} have evicted nothing")
+        whole, told = whole / 1e3 / count, {k: v / 1e3 / count for k, v in told.items()}
+        return {**told, "between operators": whole - sum(told.values()), "eviction": whole}
+
     def close(self, name: str) -> None:
         """Drop a group."""
         self.scheduler.running[:] = self.groups.pop(name)
@@ -159,6 +184,14 @@ class Host:
         manager = self.scheduler.kv_cache_manager
         rows = [manager.get_block_ids(request.request_id)[0] for request in self.groups[name]]
         return sum(page != 0 for row in rows for page in row)
+
+
+def _inside(event: Any, name: str) -> bool:
+    """Whether an event of torch's profiler lies in a range of this name."""
+    above = event.cpu_parent
+    while above is not None and above.name != name:
+        above = above.cpu_parent
+    return above is not None
 
 
 def _evictions() -> tuple[float, float]:

@@ -80,6 +80,14 @@ def weight_elements(folder: Path, tied: bool) -> int:
     return total
 
 
+def scoring_flop(config: Mapping[str, Any], window: int, tokens: int) -> int:
+    """Operations that multiply `window` queries with `tokens` keys, in all layers and heads."""
+    heads: int = config["num_attention_heads"]
+    head_dim: int = config.get("head_dim") or config["hidden_size"] // heads
+    layers: int = config["num_hidden_layers"]
+    return 2 * layers * heads * head_dim * window * tokens
+
+
 def ideal_seconds(weight_bytes: float, kv_bytes: float, bandwidth: float) -> float:
     """A decode step that does nothing but read weights and live KV once."""
     return (weight_bytes + kv_bytes) / bandwidth

@@ -369,66 +369,86 @@ def compare(
     rounds: int,
     seed: int,
     check: Check | None = None,
+    starts: int = 1,
 ) -> Part:
-    """Fill a part: `rounds` of each load on each server in turn, the other one idle."""
-    part.data["loads"] = []
-    with ExitStack() as stack:
-        say(f"part {part.letter}: starting both servers")
-        pair.start(stack)
-        part.data["stock_block_size"] = pair.stock_block
-        part.commands += [server.command for server in pair.servers.values()]
-        warm = prose(1, 1000)[0]
-        for server in pair.servers.values():
-            server.complete(warm, 4)
-        if check:
-            check(pair.servers["stock"], pair.servers["ours"], part)
-        for load in loads:
-            _compare(part, pair, load, rounds, seed)
+    """Fill a part: `rounds` of each load on each server in turn, the other one idle.
+
+    All of that `starts` times on new servers: where a process's memory comes to lie makes the same
+    code a few percent faster or slower for as long as it runs.
+    """
+    told = [_Told() for _ in loads]
+    for start in range(starts):
+        with ExitStack() as stack:
+            say(f"part {part.letter}: starting both servers, {start + 1}/{starts}")
+            pair.start(stack)
+            warm = prose(1, 1000)[0]
+            for server in pair.servers.values():
+                server.complete(warm, 4)
+            if not start:
+                part.data["stock_block_size"] = pair.stock_block
+                part.commands += [server.command for server in pair.servers.values()]
+                if check:
+                    check(pair.servers["stock"], pair.servers["ours"], part)
+            for load, found in zip(loads, told, strict=True):
+                found.run(part, pair, load, rounds, seed)
+    part.data["starts"] = starts
+    part.data["loads"] = [found.book(part, load) for load, found in zip(loads, told, strict=True)]
+    part.data["timelines"] = told[0].timelines
     return part
 
 
-def _compare(part: Part, pair: Pair, load: Load, rounds: int, seed: int) -> None:
-    text = prose(1, 4 * load.prompt)[0]
-    begin = time.perf_counter()
-    _, length = pair.servers["stock"].complete(f"{load.requests} {load.output} {text}", 1)
-    alone = (time.perf_counter() - begin) * load.prompt / length
-    told: dict[str, list[dict[str, float]]] = {"stock": [], "ours": []}
-    timelines: dict[str, list[tuple[float, float, float, float]]] = {}
-    for turn in range(rounds):
-        for name in ("stock", "ours")[:: -1 if turn % 2 else 1]:
-            # A seed of its own for each round: a prompt met twice would come from the cache.
-            server = pair.servers[name]
-            found, command, sampler = run_load(server, load, pair.model, seed + turn, pair.out)
-            told[name].append(found)
-            say(
-                f"part {part.letter}: {load}: round {turn + 1}/{rounds} {name}: "
-                f"{found['requests_per_s']:.3f} requests/s, "
-                f"most running {found['most_running']:.0f}"
-            )
-            if not turn:
-                part.commands.append(command)
-                timelines[name] = sampler.timeline[:: 1 + len(sampler.timeline) // 200]
-    part.data.setdefault("timelines", timelines)
-    part.tables.append(load_table(told))
-    medians = {key: median(ratios(told["ours"], told["stock"], key)) for key in NUMBERS}
-    part.data["loads"].append(
-        {
+class _Told:
+    """What the rounds of one load have told so far."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[str, list[dict[str, float]]] = {"stock": [], "ours": []}
+        self.timelines: dict[str, list[tuple[float, float, float, float]]] = {}
+        self.alone: list[float] = []  # seconds of computing one prompt, stock
+
+    def run(self, part: Part, pair: Pair, load: Load, rounds: int, seed: int) -> None:
+        """`rounds` more on these servers."""
+        text = prose(1, 4 * load.prompt)[0]
+        begin = time.perf_counter()
+        _, length = pair.servers["stock"].complete(f"{load.requests} {load.output} {text}", 1)
+        self.alone.append((time.perf_counter() - begin) * load.prompt / length)
+        done = len(self.rounds["stock"])
+        for turn in range(done, done + rounds):
+            for name in ("stock", "ours")[:: -1 if turn % 2 else 1]:
+                # A seed of its own for each round: a prompt met twice would come from the cache.
+                server = pair.servers[name]
+                found, command, sampler = run_load(server, load, pair.model, seed + turn, pair.out)
+                self.rounds[name].append(found)
+                say(
+                    f"part {part.letter}: {load}: round {turn + 1} {name}: "
+                    f"{found['requests_per_s']:.3f} requests/s, "
+                    f"most running {found['most_running']:.0f}"
+                )
+                if not turn:
+                    part.commands.append(command)
+                    self.timelines[name] = sampler.timeline[:: 1 + len(sampler.timeline) // 200]
+
+    def book(self, part: Part, load: Load) -> dict[str, Any]:
+        """Tell the part of all rounds; returns what belongs in its data."""
+        ours, stock = self.rounds["ours"], self.rounds["stock"]
+        alone = median(self.alone)
+        part.tables.append(load_table(self.rounds))
+        medians = {key: median(ratios(ours, stock, key)) for key in NUMBERS}
+        each = ", ".join(f"{r:.3f}" for r in ratios(ours, stock, "requests_per_s"))
+        part.summary += [
+            f"{load}: requests/s, ours / stock: {medians['requests_per_s']:.3f} (rounds: {each}); "
+            f"running {medians['most_running']:.2f} at most, {medians['mean_running']:.2f} on "
+            f"average; TTFT p95 {medians['ttft_p95_ms']:.2f}, ITL p50 {medians['itl_p50_ms']:.2f}, "
+            f"p95 {medians['itl_p95_ms']:.2f}",
+            f"{load}: computing one prompt takes stock {alone:.2f} s, so that prompts alone allow "
+            f"{1 / alone:.3f} requests/s",
+        ]
+        return {
             "load": vars(load),
             "prompt_seconds": alone,
-            "rounds": told,
+            "rounds": self.rounds,
             "ratios": medians,
-            "timelines": timelines,
+            "timelines": self.timelines,
         }
-    )
-    each = ", ".join(f"{r:.3f}" for r in ratios(told["ours"], told["stock"], "requests_per_s"))
-    part.summary += [
-        f"{load}: requests/s, ours / stock: {medians['requests_per_s']:.3f} (rounds: {each}); "
-        f"running {medians['most_running']:.2f} at most, {medians['mean_running']:.2f} on average; "
-        f"TTFT p95 {medians['ttft_p95_ms']:.2f}, ITL p50 {medians['itl_p50_ms']:.2f}, "
-        f"p95 {medians['itl_p95_ms']:.2f}",
-        f"{load}: computing one prompt takes stock {alone:.2f} s, so that prompts alone allow "
-        f"{1 / alone:.3f} requests/s",
-    ]
 
 
 def longer_than_memory(part: Part, pair: Pair, prompt: int, tokens: int) -> Part:

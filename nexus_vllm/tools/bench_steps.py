@@ -24,6 +24,7 @@ from nexus_vllm.tools.bench_report import (
     percentile,
     quarters,
     ratio,
+    scoring_flop,
     weight_elements,
 )
 from nexus_vllm.tools.bench_servers import environment, say
@@ -115,7 +116,7 @@ def eviction_cost(
     """Part f: one sequence per size and allocator, decoding through `evictions` evictions."""
     config = json.loads((model / "config.json").read_text())
     every = {tokens: BLOCK * Settings().interval_blocks(tokens // BLOCK) for tokens in live}
-    longest = int(max(live) / density) + (evictions + 2) * max(every.values()) + 2 * BLOCK
+    longest = int(max(live) / density) + (evictions + 4) * max(every.values()) + 2 * BLOCK
     blocks = 2 * -(-longest // BLOCK) + 64
     options = engine_options(cpu, longest, 4, blocks) | {"enable_prefix_caching": True}
     table = Table(
@@ -130,6 +131,18 @@ def eviction_cost(
             "share of decode time",
             "eviction at the prompt's end: blocks",
             "ms",
+        ]
+    )
+    spent = Table(
+        [
+            "allocator",
+            "live tokens",
+            "products, ms",
+            "gathering and moving, ms",
+            "other operators, ms",
+            "between operators, ms",
+            "profiled eviction, ms",
+            "products, GFLOP/s",
         ]
     )
     rows: list[dict[str, Any]] = []
@@ -148,13 +161,21 @@ def eviction_cost(
             for allocator in allocators:
                 name = f"{allocator}-{tokens}"
                 extra = {"kv_budget": str(tokens), "kv_allocator": allocator}
-                length = {"length": prompt, "tokens": WARM_UP + (evictions + 1) * interval + 8}
+                length = {"length": prompt, "tokens": WARM_UP + (evictions + 3) * interval + 8}
                 told = engine("start", name=name, count=1, extra=extra, **length)
                 took = sum(step["seconds"] for step in told)
                 say(f"part f: {name}: prompt of {prompt} tokens took {took:.0f} s")
                 # The first step after the prompt evicts what is over the budget.
                 first = engine("turn", name=name, count=WARM_UP)
                 steps = engine("turn", name=name, count=(evictions + 1) * interval)
+                if cpu:
+                    times = engine("eviction_breakdown", name=name, steps=2 * interval)
+                    flop = scoring_flop(config, Settings().window, tokens + interval)
+                    speed = flop / 1e6 / times["products"]
+                    spent.rows.append([allocator, tokens, *times.values(), speed])
+                    part.data.setdefault("breakdown", []).append(
+                        {"allocator": allocator, "live_tokens": tokens, **times, "flop": flop}
+                    )
                 engine("close", name=name)
                 cost = [s["eviction_seconds"] / s["evictions"] for s in steps if s["evictions"]]
                 pure = [s["seconds"] for s in steps if not s["evictions"]]
@@ -182,6 +203,8 @@ def eviction_cost(
                     f"decode step {row['decode_step_ms']:.1f} ms, {len(cost)} evictions"
                 )
     part.tables.append(table)
+    if spent.rows:
+        part.tables.append(spent)
     part.data["rows"] = rows
     for allocator in allocators:
         own = [row for row in rows if row["allocator"] == allocator]
@@ -189,6 +212,81 @@ def eviction_cost(
             f"{allocator}: an eviction takes {max(r['ratio'] for r in own):.2f} decode steps and "
             f"{max(r['share'] for r in own):.1%} of decode time at most"
         )
+    return part
+
+
+def step_cost(
+    part: Part,
+    model: Path,
+    out: Path,
+    cpu: bool,
+    ours: dict[str, Any],
+    length: int,
+    batch: int,
+    turns: int,
+    starts: int,
+) -> Part:
+    """Add to part d: single decode steps of stock vLLM, also with pages of our size, and of ours,
+    of sequences that may be evicted beside ones that are kept whole in the same engine."""
+    config = json.loads((model / "config.json").read_text())
+    room = length + WARM_UP + turns + 2 * BLOCK
+    tokens = 4 * batch * room  # two groups in an engine, and as much to spare
+    gib = kv_gib(config, tokens)
+    plain = engine_options(cpu, room, batch, -(-tokens // BLOCK) + 1)
+    pages = plain | {"block_size": BLOCK}
+    unpaged = plain | {"num_gpu_blocks_override": None}  # stock's own page size
+    groups = {
+        "stock": ("stock", None),
+        f"stock, {BLOCK}-token pages": ("stock-pages", None),
+        "ours, kept whole": ("ours", {"kv_budget": "full"}),
+        "ours, evictable": ("ours", None),
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in groups}
+    for start in range(starts):
+        say(f"part {part.letter}: starting three engines, {start + 1}/{starts}")
+        with ExitStack() as stack:
+            engines = {
+                name: stack.enter_context(
+                    Stepped(name, model, options, nexus, gib, out / f"engine-{name}.log")
+                )
+                for name, options, nexus in (
+                    ("stock", unpaged, None),
+                    ("stock-pages", pages, None),
+                    ("ours", plain | {"max_num_seqs": 2 * batch}, ours),
+                )
+            }
+            for engine in engines.values():
+                engine.ready()
+            for name, (host, extra) in groups.items():
+                shape = {"count": batch, "length": length, "tokens": room - length}
+                engines[host]("start", name=name, **shape, extra=extra)
+            steps: dict[str, list[float]] = {name: [] for name in groups}
+            for turn in range(-WARM_UP, turns):
+                for name in list(groups)[:: -1 if turn % 2 else 1]:
+                    (step,) = engines[groups[name][0]]("turn", name=name)
+                    if step["evictions"]:
+                        raise RuntimeError(f"{name} has evicted: its pool is not ample")
+                    if turn >= 0:
+                        steps[name].append(step["seconds"])
+        for name, taken in steps.items():
+            speeds[name].append(median(taken))
+    table = Table(["one decode step", *(f"start {i + 1}, ms" for i in range(starts)), "stock / it"])
+    shares = {
+        name: [a / b for a, b in zip(speeds["stock"], own, strict=True)]
+        for name, own in speeds.items()
+    }
+    for name, own in speeds.items():
+        table.rows.append([name, *(1e3 * seconds for seconds in own), median(shares[name])])
+    part.tables.append(table)
+    part.data["steps"] = {"length": length, "batch": batch, "seconds": speeds}
+    whole, evictable = speeds["ours, kept whole"], speeds["ours, evictable"]
+    within = [a / b for a, b in zip(whole, evictable, strict=True)]
+    part.summary.append(
+        f"decode steps of {batch} sequences of {length} tokens, engines started {starts} times: "
+        + ", ".join(f"{name} {median(shares[name]):.3f}" for name in list(groups)[1:])
+        + f" of stock's speed; evictable against kept whole, in one engine: {median(within):.3f} "
+        f"({', '.join(f'{share:.3f}' for share in within)})"
+    )
     return part
 
 
