@@ -124,6 +124,7 @@ def _overrides() -> list[tuple[type, type]]:
 
 
 def _calls() -> dict[type, tuple[str, ...]]:
+    from vllm import SamplingParams
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -146,6 +147,7 @@ def _calls() -> dict[type, tuple[str, ...]]:
         EngineCoreOutput: ("new_token_ids", "finish_reason", "events", "trace_headers"),
         EngineCoreOutputs: ("outputs",),
         Request: ("get_finished_reason", "take_events"),
+        SamplingParams: ("prompt_logprobs", "prompt_logprob_token_ids"),
         KVCacheManager: ("truncate_computed_blocks(blocks, num_computed_tokens)",),
         MultiGroupBlockTable: ("add_row(block_ids, row_idx)",),
         BlockTables: (

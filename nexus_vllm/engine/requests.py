@@ -46,6 +46,12 @@ def validate(params: Any, settings: Settings) -> None:
         settings.directive(getattr(params, "extra_args", None))
 
 
+def scores_prompt(params: Any) -> bool:
+    """Whether a request wants logprobs of its prompt, each of which must see all tokens before."""
+    asked = (params.prompt_logprobs, params.prompt_logprob_token_ids)
+    return any(value is not None for value in asked)
+
+
 def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
     """Refuse (HTTP 400) what the pool can never carry to its end, rather than let it wait forever.
 
@@ -66,7 +72,8 @@ def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
     prompt = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     with _as_validation_error():
         directive = settings.directive(params.extra_args)
-        found = plans(directive, prompt, params.max_tokens, settings, pages)
+        scored = scores_prompt(params)
+        found = plans(directive, prompt, params.max_tokens, settings, pages, scored)
         tokens = pages * settings.block_size
         longest = vllm_config.model_config.max_model_len
         if not found and request.resumable and tokens < longest:
@@ -75,6 +82,14 @@ def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
                 str(directive.budget),
                 f"a session may grow to max_model_len={longest}, the pool holds {tokens} tokens",
                 "Give it a budget, such as 20%.",
+            )
+        if found and request.resumable and scored:
+            raise DirectiveError(
+                "kv_budget",
+                str(directive.budget),
+                "prompt_logprobs must see the whole prompt, and a session's next one comes when "
+                "part of the last may be gone",
+                "Use full, or drop prompt_logprobs.",
             )
     if not found:
         params.max_tokens = min(params.max_tokens, tokens - prompt)

@@ -18,6 +18,7 @@ from nexus_vllm.admission import largest_plan, most_pages, plans
 from nexus_vllm.config import Directive, DirectiveError
 from nexus_vllm.engine import compat
 from nexus_vllm.engine.manager import EvictionManager, Hold
+from nexus_vllm.engine.requests import scores_prompt
 from nexus_vllm.engine.stats import STATS_KEY
 from nexus_vllm.plan import Eviction, EvictionPlan, StepPlan, StepReport
 
@@ -146,7 +147,14 @@ class EvictionSchedulerMixin(Scheduler):
     def _open(self, request: "Request", directive: Directive) -> None:
         prompt, end = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
         try:
-            found = plans(directive, prompt, request.max_tokens, self.eviction, self._usable)
+            found = plans(
+                directive,
+                prompt,
+                request.max_tokens,
+                self.eviction,
+                self._usable,
+                self._scores_prompt(request),
+            )
         except DirectiveError as error:  # as above: it must not wait forever
             logger.error("%s: %s The largest budget applies.", request.request_id, error)
             found = [largest_plan(prompt, self.eviction, self._usable)]
@@ -267,6 +275,8 @@ class EvictionSchedulerMixin(Scheduler):
             # The newest queries must have been computed, not found in the prefix cache.
             if hold is None or first is None or computed - first < self.eviction.window:
                 continue
+            if computed < request.num_prompt_tokens and self._scores_prompt(request):
+                continue
             excess = hold.plan.target(computed) - hold.released
             if excess > 0 and not self._has_computed_all(request):
                 over.append((excess, request, ledger, hold))
@@ -300,6 +310,10 @@ class EvictionSchedulerMixin(Scheduler):
         """Whether nothing will attend any more: the last token is sampled, but never computed."""
         last = request.num_prompt_tokens + request.max_tokens - 1
         return not request.resumable and request.num_computed_tokens >= last
+
+    @staticmethod
+    def _scores_prompt(request: "Request") -> bool:
+        return request.sampling_params is not None and scores_prompt(request.sampling_params)
 
     def _book_eviction(self, eviction: Eviction) -> None:
         ledger, freed = self.ledgers[eviction.request_id], eviction.target - eviction.released
