@@ -439,6 +439,17 @@ def fp8_cache() -> None:
     configure(kv_cache_dtype="fp8")
 
 
+@scenario
+def half_cache_of_a_float_model() -> None:
+    configure(kv_cache_dtype="bfloat16")
+
+
+@scenario
+def cache_of_the_models_dtype() -> Any:
+    told = generate(start(dtype="float16", kv_cache_dtype="float16"))
+    return told.kv_transfer_params["kv_eviction"]
+
+
 def save_profile(path: str, **changes: Any) -> str:
     """A profile of the model "llama", or of what `changes` say."""
     import torch
@@ -794,13 +805,13 @@ def test_a_policy_that_raises_ends_its_request_only(outcomes: Outcomes) -> None:
         (
             "quantised_layer",
             "layer model.layers.1.self_attn.attn has a KV cache of fp8",
-            "scoring reads keys in the model's own dtype",
+            "scoring reads keys in the model's own dtype, float32",
             WITHOUT,
         ),
         (
             "quantised_cache",
             "the checkpoint quantises the KV cache (kv_cache_scheme in its config.json)",
-            "scoring reads keys in the model's own dtype",
+            "scoring reads keys in the model's own dtype, float32",
             WITHOUT,
         ),
         (
@@ -892,7 +903,13 @@ def test_a_policy_that_raises_ends_its_request_only(outcomes: Outcomes) -> None:
         (
             "fp8_cache",
             "--kv-cache-dtype fp8",
-            "scoring reads keys in the model's own dtype",
+            "scoring reads keys in the model's own dtype, float32",
+            "Remedy: drop --kv-cache-dtype.",
+        ),
+        (
+            "half_cache_of_a_float_model",
+            "--kv-cache-dtype bfloat16",
+            "scoring reads keys in the model's own dtype, float32",
             "Remedy: drop --kv-cache-dtype.",
         ),
         (
@@ -983,6 +1000,12 @@ def test_a_profile_that_fits_is_the_default_of_its_score(outcomes: Outcomes) -> 
     shipped = outcomes("lu_by_a_shipped_profile")
     assert shipped.error == "", shipped.log[-3000:]
     assert json.loads(shipped.told) == [[True, "lu", "uniform"], [False, "uniform", "uniform"]]
+
+
+def test_a_kv_cache_of_the_models_own_dtype_is_accepted_by_name(outcomes: Outcomes) -> None:
+    outcome = outcomes("cache_of_the_models_dtype")
+    assert outcome.error == "", outcome.log[-3000:]
+    assert json.loads(outcome.told) == json.loads(outcomes("healthy").told)
 
 
 def test_refuses_another_block_size(outcomes: Outcomes) -> None:
