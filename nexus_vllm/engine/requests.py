@@ -1,11 +1,13 @@
-"""Directives are validated here once more, whatever way they came, before the engine sees them.
+"""What the front end does about eviction: refuse what cannot be done, tell why a request failed.
+
+Directives are validated here once more, whatever way they came, before the engine sees them.
 
 `SamplingParams(extra_args={"kv_budget": ...})` offline, `vllm_xargs` on any route, and whatever
 slips past the middleware all meet in `InputProcessor.process_inputs`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from nexus_vllm.admission import plans
@@ -14,15 +16,20 @@ from nexus_vllm.engine.hooks import wrap
 
 
 def install() -> None:
-    """Wrap `InputProcessor.process_inputs` with the check.
+    """Wrap `InputProcessor.process_inputs` with the check, `AsyncLLM.generate` with the reason.
 
     Symptom without: a malformed directive reaches the scheduler, where an error ends the engine.
     Cause: vLLM lets no plugin but a logits processor validate a request at admission. Remove when
     it does.
+
+    Symptom without: of a policy that raised, a client hears "Internal server error". Cause: vLLM's
+    server has no other words for the finish reason "error". Remove when it tells a reason.
     """
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
     wrap(InputProcessor, "process_inputs", ("self", "request_id", "prompt", "params"), _validating)
+    wrap(AsyncLLM, "generate", ("self", "prompt", "sampling_params", "request_id"), _telling)
 
 
 def _validating(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,6 +45,21 @@ def _validating(original: Callable[..., Any]) -> Callable[..., Any]:
         return request
 
     return process_inputs
+
+
+def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        from vllm.exceptions import GenerationError
+
+        async with aclosing(original(self, *args, **kwargs)) as outputs:  # its end aborts
+            async for output in outputs:
+                for one in output.outputs:
+                    # Only the scheduler's `_fail` gives an error a reason.
+                    if one.finish_reason == "error" and isinstance(one.stop_reason, str):
+                        raise GenerationError(one.stop_reason)
+                yield output
+
+    return generate
 
 
 def validate(params: Any, settings: Settings) -> None:

@@ -409,30 +409,37 @@ class EvictionSchedulerMixin(Scheduler):
     ) -> Any:
         """Book the worker's report before vLLM finishes requests with it."""
         report = compat.report_of(model_runner_output)
-        failed: list[Request] = []
+        failed: list[tuple[Request, str]] = []
         if report is not None:
             self._book(report)
             failed = self._fail(report.failed)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for request in failed:
-            # As vLLM tells of requests whose grammar does not compile.
+        for request, why in failed:
+            # As vLLM tells of requests whose grammar does not compile; `requests` reads the reason.
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(
                 EngineCoreOutput(
                     request_id=request.request_id,
                     new_token_ids=[],
                     finish_reason=request.get_finished_reason(),
+                    stop_reason=why,
                     events=request.take_events(),
                     trace_headers=request.trace_headers,
                 )
             )
         return outputs
 
-    def _fail(self, errors: dict[str, str]) -> "list[Request]":
-        """End requests whose policy has failed, before a token of that step counts as theirs."""
+    def _fail(self, errors: dict[str, str]) -> "list[tuple[Request, str]]":
+        """End requests whose policy has failed, before a token of that step counts as theirs.
+
+        Returns those that had not ended before, with what their client is told.
+        """
+        told = {}
         for request_id, error in errors.items():
             with contextlib.suppress(KeyError):  # as in `_book`
-                self.ledgers[request_id].error = error
-        return self.finish_requests(errors, RequestStatus.FINISHED_ERROR)
+                ledger = self.ledgers[request_id]
+                ledger.error, told[request_id] = error, _failure(ledger.directive, error)
+        ended = self.finish_requests(errors, RequestStatus.FINISHED_ERROR)
+        return [(request, told[request.request_id]) for request in ended]
 
     def _book(self, report: StepReport) -> None:
         for request_id, moved in report.moved.items():
@@ -471,6 +478,15 @@ class EvictionSchedulerMixin(Scheduler):
         payload = {**counts, "live_blocks": held, "finished": records}
         stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), STATS_KEY: payload}
         return stats
+
+
+def _failure(directive: Directive, error: str) -> str:
+    """What a client is told whose policy has raised; `error` is cut, the log has it whole."""
+    return (
+        f"KV eviction ended this request: policy {directive.policy!r} with allocator "
+        f"{directive.allocator!r} could not choose what stays ({error[:200]}). Use another policy "
+        "or allocator, or the budget full."
+    )
 
 
 def _zero_counts() -> dict[str, Any]:
