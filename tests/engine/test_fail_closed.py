@@ -184,7 +184,7 @@ def healthy() -> Any:
 
 @scenario
 def policy_that_raises() -> Any:
-    """Finish reason and tokens of three requests at once, the second one's policy broken."""
+    """How three requests at once end, the second one's policy broken: why, and their tokens."""
     from vllm import SamplingParams
 
     llm = start()
@@ -207,7 +207,8 @@ def policy_that_raises() -> Any:
             for policy in which
         ]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        return [[o.outputs[0].finish_reason, list(o.outputs[0].token_ids)] for o in outputs]
+        ends = [o.outputs[0] for o in outputs]
+        return [[end.finish_reason, end.stop_reason, list(end.token_ids)] for end in ends]
 
     together = ask("nexus", "streaming-llm", "random")
     pool = core.scheduler.pages.block_pool
@@ -730,8 +731,10 @@ def test_a_policy_that_raises_ends_its_request_only(outcomes: Outcomes) -> None:
     assert outcome.error == "", outcome.log[-3000:]
     (first, broken, last), alone, free = json.loads(outcome.told)
     assert [first, last] == alone
-    assert [first[0], len(first[1])] == ["length", 20]
-    assert [broken[0], len(broken[1])] == ["error", 1]
+    assert [*first[:2], len(first[2])] == ["length", None, 20]
+    assert [broken[0], len(broken[2])] == ["error", 1]
+    assert "policy 'streaming-llm' with allocator 'uniform'" in broken[1]
+    assert "(ZeroDivisionError: division by zero)" in broken[1]
     assert free
     said = "policy streaming-llm, allocator uniform could not choose what stays; the request ends."
     assert outcome.log.count(said) == 1

@@ -15,6 +15,7 @@ from vllm.exceptions import GenerationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from nexus_vllm.engine import requests
@@ -143,7 +144,10 @@ async def test_a_client_that_leaves_closes_vllms_own_generator() -> None:
     assert left.closed
 
 
-def test_it_is_vllms_generate_that_is_wrapped() -> None:
+def test_it_is_vllms_generate_that_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked: list[tuple[type, str]] = [(AsyncLLM, "generate"), (InputProcessor, "process_inputs")]
+    for owner, name in hooked:  # to be as before afterwards
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     requests.install()
     assert is_wrapped(AsyncLLM, "generate")
     with pytest.raises(GenerationError, match="Internal server error"):
