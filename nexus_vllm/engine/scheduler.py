@@ -451,7 +451,11 @@ class EvictionSchedulerMixin(Scheduler):
     def _free_request(
         self, request: "Request", delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Close the ledger and send its record with the reply."""
+        """Close the ledger and send its record with the reply.
+
+        A reply that ended by a stop string is out by then, since vLLM's front end looks for those
+        and aborts the request here: its record is found at /kv_eviction/requests/{id} only.
+        """
         request_id = request.request_id
         ledger = self.ledgers.pop(request_id)
         held = self.pages.held_blocks(request_id)
