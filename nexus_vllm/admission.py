@@ -7,12 +7,18 @@ from nexus_vllm.plan import EvictionPlan
 
 
 def plans(
-    directive: Directive, prompt_tokens: int, max_tokens: int, settings: Settings, pages: int
+    directive: Directive,
+    prompt_tokens: int,
+    max_tokens: int,
+    settings: Settings,
+    pages: int,
+    scores_prompt: bool = False,
 ) -> list[EvictionPlan]:
     """The plans under which a request alone in a pool of `pages` gets to its end, best first.
 
     One shot before streaming where the request leaves the choice to the server; none for a request
-    that is never evicted. Raises DirectiveError where there is no such plan.
+    that is never evicted. A request that wants logprobs of its prompt (`scores_prompt`) has only
+    plans that evict nothing before the prompt's end. Raises DirectiveError where there is no plan.
     """
     size = settings.block_size
     budget = directive.budget_blocks(prompt_tokens, settings)
@@ -33,9 +39,30 @@ def plans(
         for streaming in (False, True)
         if (fitting := _fitting(_plan(prompt_tokens, budget, settings, streaming), tokens, pages))
     }
-    wanted = [found[streaming] for streaming in modes[directive.prefill] if streaming in found]
+    whole = {
+        streaming: plan
+        for streaming, plan in found.items()
+        if not scores_prompt or plan.next_eviction(0) >= prompt_tokens
+    }
+    wanted = [whole[streaming] for streaming in modes[directive.prefill] if streaming in whole]
     if wanted:
         return wanted
+    if whole and scores_prompt and directive.prefill == "streaming":
+        raise DirectiveError(
+            "kv_prefill",
+            directive.prefill,
+            f"prompt_logprobs must see the whole prompt, and of its {prompt_tokens} tokens "
+            f"{budget * size} may stay while it comes in",
+            "Use oneshot or auto, or drop prompt_logprobs (echo with logprobs asks for them, too).",
+        )
+    if found and scores_prompt:
+        raise DirectiveError(
+            "kv_prefill",
+            directive.prefill,
+            f"prompt_logprobs must see the whole prompt, and {prompt_tokens} tokens at once do not "
+            f"fit the pool of {pages * size} tokens",
+            "Shorten the prompt, or drop prompt_logprobs (echo with logprobs asks for them, too).",
+        )
     if found:
         raise DirectiveError(
             "kv_prefill",

@@ -124,6 +124,7 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
         connector_flag = "--kv-offloading-size (and --kv-transfer-config, if it is given)"
     diffusion = model.is_diffusion or vllm_config.diffusion_config is not None
     shared_layers = getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0
+    own_dtype = keys_needed(model)
     checks = [
         (
             model.runner_type != "generate",
@@ -200,13 +201,13 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
             getattr(vllm_config.quant_config, "kv_cache_scheme", None) is not None
             and cache.cache_dtype == "auto",
             "the checkpoint quantises the KV cache (kv_cache_scheme in its config.json)",
-            "scoring reads keys in the model's own dtype",
+            own_dtype,
             without,
         ),
         (
-            cache.cache_dtype != "auto",
+            not in_model_dtype(cache.cache_dtype, model),
             f"--kv-cache-dtype {cache.cache_dtype}",
-            "scoring reads keys in the model's own dtype",
+            own_dtype,
             "drop --kv-cache-dtype",
         ),
         (
@@ -248,6 +249,19 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
         ),
     ]
     return [(found, needed, remedy) for refused, found, needed, remedy in checks if refused]
+
+
+def in_model_dtype(cache_dtype: str, model_config: Any) -> bool:
+    """Whether a KV cache of vLLM's `cache_dtype` holds keys as the model computes them."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    return bool(kv_cache_dtype_str_to_dtype(cache_dtype, model_config) == model_config.dtype)
+
+
+def keys_needed(model_config: Any) -> str:
+    """What a KV cache of another dtype is told."""
+    dtype = str(model_config.dtype).removeprefix("torch.")
+    return f"scoring reads keys in the model's own dtype, {dtype}"
 
 
 def _qualified(thing: Any) -> str:

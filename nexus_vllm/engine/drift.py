@@ -124,6 +124,7 @@ def _overrides() -> list[tuple[type, type]]:
 
 
 def _calls() -> dict[type, tuple[str, ...]]:
+    from vllm import CompletionOutput, SamplingParams
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -143,9 +144,17 @@ def _calls() -> dict[type, tuple[str, ...]]:
             "free_blocks(ordered_blocks)",
         ),
         Scheduler: ("finish_requests(request_ids, finished_status)",),
-        EngineCoreOutput: ("new_token_ids", "finish_reason", "events", "trace_headers"),
+        EngineCoreOutput: (
+            "new_token_ids",
+            "finish_reason",
+            "stop_reason",
+            "events",
+            "trace_headers",
+        ),
+        CompletionOutput: ("finish_reason", "stop_reason"),
         EngineCoreOutputs: ("outputs",),
         Request: ("get_finished_reason", "take_events"),
+        SamplingParams: ("prompt_logprobs", "prompt_logprob_token_ids"),
         KVCacheManager: ("truncate_computed_blocks(blocks, num_computed_tokens)",),
         MultiGroupBlockTable: ("add_row(block_ids, row_idx)",),
         BlockTables: (

@@ -1,11 +1,13 @@
-"""Directives are validated here once more, whatever way they came, before the engine sees them.
+"""What the front end does about eviction: refuse what cannot be done, tell why a request failed.
+
+Directives are validated here once more, whatever way they came, before the engine sees them.
 
 `SamplingParams(extra_args={"kv_budget": ...})` offline, `vllm_xargs` on any route, and whatever
 slips past the middleware all meet in `InputProcessor.process_inputs`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from nexus_vllm.admission import plans
@@ -14,15 +16,20 @@ from nexus_vllm.engine.hooks import wrap
 
 
 def install() -> None:
-    """Wrap `InputProcessor.process_inputs` with the check.
+    """Wrap `InputProcessor.process_inputs` with the check, `AsyncLLM.generate` with the reason.
 
     Symptom without: a malformed directive reaches the scheduler, where an error ends the engine.
     Cause: vLLM lets no plugin but a logits processor validate a request at admission. Remove when
     it does.
+
+    Symptom without: of a policy that raised, a client hears "Internal server error". Cause: vLLM's
+    server has no other words for the finish reason "error". Remove when it tells a reason.
     """
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
     wrap(InputProcessor, "process_inputs", ("self", "request_id", "prompt", "params"), _validating)
+    wrap(AsyncLLM, "generate", ("self", "prompt", "sampling_params", "request_id"), _telling)
 
 
 def _validating(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,10 +47,31 @@ def _validating(original: Callable[..., Any]) -> Callable[..., Any]:
     return process_inputs
 
 
+def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        from vllm.exceptions import GenerationError
+
+        async with aclosing(original(self, *args, **kwargs)) as outputs:  # its end aborts
+            async for output in outputs:
+                for one in output.outputs:
+                    # Only the scheduler's `_fail` gives an error a reason.
+                    if one.finish_reason == "error" and isinstance(one.stop_reason, str):
+                        raise GenerationError(one.stop_reason)
+                yield output
+
+    return generate
+
+
 def validate(params: Any, settings: Settings) -> None:
     """Raise vLLM's own validation error (HTTP 400) when the directive in `params` is malformed."""
     with _as_validation_error():
         settings.directive(getattr(params, "extra_args", None))
+
+
+def scores_prompt(params: Any) -> bool:
+    """Whether a request wants logprobs of its prompt, each of which must see all tokens before."""
+    asked = (params.prompt_logprobs, params.prompt_logprob_token_ids)
+    return any(value is not None for value in asked)
 
 
 def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
@@ -66,7 +94,8 @@ def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
     prompt = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     with _as_validation_error():
         directive = settings.directive(params.extra_args)
-        found = plans(directive, prompt, params.max_tokens, settings, pages)
+        scored = scores_prompt(params)
+        found = plans(directive, prompt, params.max_tokens, settings, pages, scored)
         tokens = pages * settings.block_size
         longest = vllm_config.model_config.max_model_len
         if not found and request.resumable and tokens < longest:
@@ -75,6 +104,14 @@ def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
                 str(directive.budget),
                 f"a session may grow to max_model_len={longest}, the pool holds {tokens} tokens",
                 "Give it a budget, such as 20%.",
+            )
+        if found and request.resumable and scored:
+            raise DirectiveError(
+                "kv_budget",
+                str(directive.budget),
+                "prompt_logprobs must see the whole prompt, and a session's next one comes when "
+                "part of the last may be gone",
+                "Use full, or drop prompt_logprobs.",
             )
     if not found:
         params.max_tokens = min(params.max_tokens, tokens - prompt)

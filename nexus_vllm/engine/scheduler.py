@@ -18,6 +18,7 @@ from nexus_vllm.admission import largest_plan, most_pages, plans
 from nexus_vllm.config import Directive, DirectiveError
 from nexus_vllm.engine import compat
 from nexus_vllm.engine.manager import EvictionManager, Hold
+from nexus_vllm.engine.requests import scores_prompt
 from nexus_vllm.engine.stats import STATS_KEY
 from nexus_vllm.plan import Eviction, EvictionPlan, StepPlan, StepReport
 
@@ -146,7 +147,14 @@ class EvictionSchedulerMixin(Scheduler):
     def _open(self, request: "Request", directive: Directive) -> None:
         prompt, end = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
         try:
-            found = plans(directive, prompt, request.max_tokens, self.eviction, self._usable)
+            found = plans(
+                directive,
+                prompt,
+                request.max_tokens,
+                self.eviction,
+                self._usable,
+                self._scores_prompt(request),
+            )
         except DirectiveError as error:  # as above: it must not wait forever
             logger.error("%s: %s The largest budget applies.", request.request_id, error)
             found = [largest_plan(prompt, self.eviction, self._usable)]
@@ -267,6 +275,8 @@ class EvictionSchedulerMixin(Scheduler):
             # The newest queries must have been computed, not found in the prefix cache.
             if hold is None or first is None or computed - first < self.eviction.window:
                 continue
+            if computed < request.num_prompt_tokens and self._scores_prompt(request):
+                continue
             excess = hold.plan.target(computed) - hold.released
             if excess > 0 and not self._has_computed_all(request):
                 over.append((excess, request, ledger, hold))
@@ -300,6 +310,10 @@ class EvictionSchedulerMixin(Scheduler):
         """Whether nothing will attend any more: the last token is sampled, but never computed."""
         last = request.num_prompt_tokens + request.max_tokens - 1
         return not request.resumable and request.num_computed_tokens >= last
+
+    @staticmethod
+    def _scores_prompt(request: "Request") -> bool:
+        return request.sampling_params is not None and scores_prompt(request.sampling_params)
 
     def _book_eviction(self, eviction: Eviction) -> None:
         ledger, freed = self.ledgers[eviction.request_id], eviction.target - eviction.released
@@ -395,30 +409,37 @@ class EvictionSchedulerMixin(Scheduler):
     ) -> Any:
         """Book the worker's report before vLLM finishes requests with it."""
         report = compat.report_of(model_runner_output)
-        failed: list[Request] = []
+        failed: list[tuple[Request, str]] = []
         if report is not None:
             self._book(report)
             failed = self._fail(report.failed)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for request in failed:
-            # As vLLM tells of requests whose grammar does not compile.
+        for request, why in failed:
+            # As vLLM tells of requests whose grammar does not compile; `requests` reads the reason.
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(
                 EngineCoreOutput(
                     request_id=request.request_id,
                     new_token_ids=[],
                     finish_reason=request.get_finished_reason(),
+                    stop_reason=why,
                     events=request.take_events(),
                     trace_headers=request.trace_headers,
                 )
             )
         return outputs
 
-    def _fail(self, errors: dict[str, str]) -> "list[Request]":
-        """End requests whose policy has failed, before a token of that step counts as theirs."""
+    def _fail(self, errors: dict[str, str]) -> "list[tuple[Request, str]]":
+        """End requests whose policy has failed, before a token of that step counts as theirs.
+
+        Returns those that had not ended before, with what their client is told.
+        """
+        told = {}
         for request_id, error in errors.items():
             with contextlib.suppress(KeyError):  # as in `_book`
-                self.ledgers[request_id].error = error
-        return self.finish_requests(errors, RequestStatus.FINISHED_ERROR)
+                ledger = self.ledgers[request_id]
+                ledger.error, told[request_id] = error, _failure(ledger.directive, error)
+        ended = self.finish_requests(errors, RequestStatus.FINISHED_ERROR)
+        return [(request, told[request.request_id]) for request in ended]
 
     def _book(self, report: StepReport) -> None:
         for request_id, moved in report.moved.items():
@@ -430,7 +451,11 @@ class EvictionSchedulerMixin(Scheduler):
     def _free_request(
         self, request: "Request", delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Close the ledger and send its record with the reply."""
+        """Close the ledger and send its record with the reply.
+
+        A reply that ended by a stop string is out by then, since vLLM's front end looks for those
+        and aborts the request here: its record is found at /kv_eviction/requests/{id} only.
+        """
         request_id = request.request_id
         ledger = self.ledgers.pop(request_id)
         held = self.pages.held_blocks(request_id)
@@ -457,6 +482,15 @@ class EvictionSchedulerMixin(Scheduler):
         payload = {**counts, "live_blocks": held, "finished": records}
         stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), STATS_KEY: payload}
         return stats
+
+
+def _failure(directive: Directive, error: str) -> str:
+    """What a client is told whose policy has raised; `error` is cut, the log has it whole."""
+    return (
+        f"KV eviction ended this request: policy {directive.policy!r} with allocator "
+        f"{directive.allocator!r} could not choose what stays ({error[:200]}). Use another policy "
+        "or allocator, or the budget full."
+    )
 
 
 def _zero_counts() -> dict[str, Any]:

@@ -81,7 +81,7 @@ class EvictionWorker(PlatformWorker):
         slots = self.vllm_config.scheduler_config.max_num_seqs
         layers = self._attention_layers()
         for name, layer in layers.items():
-            _check_layer(name, layer)
+            _check_layer(name, layer, self.model_config)
         _check_alike(layers)
         for name, layer in layers.items():
             window = LayerWindow(
@@ -253,7 +253,7 @@ class EvictionWorker(PlatformWorker):
         return self._trace
 
 
-def _check_layer(name: str, layer: Any) -> None:
+def _check_layer(name: str, layer: Any, model_config: Any) -> None:
     """Refuse a layer whose attention eviction would get wrong, or whose hooks are not live."""
     impl = getattr(layer, "impl", None)
     if not isinstance(impl, attention.EvictionImplMixin):
@@ -269,10 +269,10 @@ def _check_layer(name: str, layer: Any) -> None:
             "every layer must have a KV cache of its own to evict from",
             "serve this model without --kv-eviction",
         )
-    if layer.kv_cache_dtype != "auto":
+    if not compat.in_model_dtype(layer.kv_cache_dtype, model_config):
         raise compat.UnsupportedError(
             f"layer {name} has a KV cache of {layer.kv_cache_dtype}",
-            "scoring reads keys in the model's own dtype",
+            compat.keys_needed(model_config),
             "serve this model without --kv-eviction",
         )
     if getattr(impl, "alibi_slopes", None) is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from nexus_vllm.config import DIRECTIVE_KEYS, Directive, DirectiveError, Settings, nearest
 from nexus_vllm.engine.cli import active_settings
@@ -20,16 +21,21 @@ from nexus_vllm.server.metrics import rejected
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 HEADERS = {"x-" + key.replace("_", "-"): key for key in DIRECTIVE_KEYS}
-UNREAD = (
-    "/generate",
-    "/inference/v1/generate",
-    "/invocations",
-    "/v1/chat/completions/batch",
+HARMLESS = (
+    "/tokenize",
+    "/detokenize",
+    "/v1/messages/count_tokens",
+    "/v1/responses/{response_id}/cancel",
 )
-"""Generation routes whose headers nobody reads: a directive there is refused, not lost."""
+"""Routes that clients call beside PATHS, perhaps with the same headers, and that generate nothing.
+
+On any other route a directive is refused, not lost: nobody would read it.
+"""
 PREFIX = "x-kv-"
 RESPONSE_HEADER = "X-KV-Eviction"
 
+_HARMLESS = re.compile("|".join(re.sub("{[a-z_]+}", "[^/]+", path) for path in HARMLESS))
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 # A body is parsed only if it may hold a directive: plain, escaped, or in UTF-16 or UTF-32.
 _SUSPECT = re.compile(rb"kv_|\\u00[4-7]|\x00")
 
@@ -42,15 +48,20 @@ class EvictionMiddleware:
         self._settings: Settings | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        directed = scope["method"] == "POST" and path in PATHS
-        inspected = scope["method"] == "GET" and (path + "/").startswith(routes.ROOT + "/")
+        method = scope.get("method")  # a websocket has none
+        directed = method == "POST" and path in PATHS
+        inspected = method == "GET" and (path + "/").startswith(routes.ROOT + "/")
         if not directed and not inspected:
-            if path in UNREAD and (lost := _directives(Headers(scope=scope))):
-                return await _unread(path, lost[0])(scope, receive, send)
-            return await self.app(scope, receive, send)
+            lost = _directives(Headers(scope=scope))
+            if not lost or method in _SAFE_METHODS or _HARMLESS.fullmatch(path):
+                return await self.app(scope, receive, send)
+            refusal = _unread(path, lost[0])
+            if method is None:
+                return await _deny(WebSocket(scope, receive, send), refusal)
+            return await refusal(scope, receive, send)
         settings = self._find_settings(scope)
         if settings is None:
             return await _no_settings()(scope, receive, send)
@@ -264,11 +275,19 @@ def _unread(path: str, name: str) -> JSONResponse:
     """A directive where nobody reads it is refused: the client counts on it."""
     rejected("unknown")
     message = (
-        f"{name.title()} has no effect on {path!r}: KV eviction reads headers on "
-        f"{', '.join(PATHS)}. Drop the header, or set vllm_xargs in the body."
+        f"{name.title()} has no effect on {path[:80]!r}: KV eviction reads headers on "
+        f"{', '.join(PATHS)}. Drop the header, or set vllm_xargs in the body if the route has them."
     )
     body = routes.error_body(400, "BadRequestError", message, name.title())
     return JSONResponse(body, status_code=400)
+
+
+async def _deny(websocket: WebSocket, response: JSONResponse) -> None:
+    """Refuse a websocket before it opens: with `response` where the server can, else with 403."""
+    if "websocket.http.response" in websocket.scope.get("extensions", {}):
+        await websocket.send_denial_response(response)
+    else:
+        await websocket.close()
 
 
 def _no_settings() -> JSONResponse:

@@ -184,7 +184,7 @@ def healthy() -> Any:
 
 @scenario
 def policy_that_raises() -> Any:
-    """Finish reason and tokens of three requests at once, the second one's policy broken."""
+    """How three requests at once end, the second one's policy broken: why, and their tokens."""
     from vllm import SamplingParams
 
     llm = start()
@@ -207,7 +207,8 @@ def policy_that_raises() -> Any:
             for policy in which
         ]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        return [[o.outputs[0].finish_reason, list(o.outputs[0].token_ids)] for o in outputs]
+        ends = [o.outputs[0] for o in outputs]
+        return [[end.finish_reason, end.stop_reason, list(end.token_ids)] for end in ends]
 
     together = ask("nexus", "streaming-llm", "random")
     pool = core.scheduler.pages.block_pool
@@ -437,6 +438,17 @@ def mla() -> None:
 @scenario
 def fp8_cache() -> None:
     configure(kv_cache_dtype="fp8")
+
+
+@scenario
+def half_cache_of_a_float_model() -> None:
+    configure(kv_cache_dtype="bfloat16")
+
+
+@scenario
+def cache_of_the_models_dtype() -> Any:
+    told = generate(start(dtype="float16", kv_cache_dtype="float16"))
+    return told.kv_transfer_params["kv_eviction"]
 
 
 def save_profile(path: str, **changes: Any) -> str:
@@ -719,8 +731,10 @@ def test_a_policy_that_raises_ends_its_request_only(outcomes: Outcomes) -> None:
     assert outcome.error == "", outcome.log[-3000:]
     (first, broken, last), alone, free = json.loads(outcome.told)
     assert [first, last] == alone
-    assert [first[0], len(first[1])] == ["length", 20]
-    assert [broken[0], len(broken[1])] == ["error", 1]
+    assert [*first[:2], len(first[2])] == ["length", None, 20]
+    assert [broken[0], len(broken[2])] == ["error", 1]
+    assert "policy 'streaming-llm' with allocator 'uniform'" in broken[1]
+    assert "(ZeroDivisionError: division by zero)" in broken[1]
     assert free
     said = "policy streaming-llm, allocator uniform could not choose what stays; the request ends."
     assert outcome.log.count(said) == 1
@@ -794,13 +808,13 @@ def test_a_policy_that_raises_ends_its_request_only(outcomes: Outcomes) -> None:
         (
             "quantised_layer",
             "layer model.layers.1.self_attn.attn has a KV cache of fp8",
-            "scoring reads keys in the model's own dtype",
+            "scoring reads keys in the model's own dtype, float32",
             WITHOUT,
         ),
         (
             "quantised_cache",
             "the checkpoint quantises the KV cache (kv_cache_scheme in its config.json)",
-            "scoring reads keys in the model's own dtype",
+            "scoring reads keys in the model's own dtype, float32",
             WITHOUT,
         ),
         (
@@ -892,7 +906,13 @@ def test_a_policy_that_raises_ends_its_request_only(outcomes: Outcomes) -> None:
         (
             "fp8_cache",
             "--kv-cache-dtype fp8",
-            "scoring reads keys in the model's own dtype",
+            "scoring reads keys in the model's own dtype, float32",
+            "Remedy: drop --kv-cache-dtype.",
+        ),
+        (
+            "half_cache_of_a_float_model",
+            "--kv-cache-dtype bfloat16",
+            "scoring reads keys in the model's own dtype, float32",
             "Remedy: drop --kv-cache-dtype.",
         ),
         (
@@ -983,6 +1003,12 @@ def test_a_profile_that_fits_is_the_default_of_its_score(outcomes: Outcomes) -> 
     shipped = outcomes("lu_by_a_shipped_profile")
     assert shipped.error == "", shipped.log[-3000:]
     assert json.loads(shipped.told) == [[True, "lu", "uniform"], [False, "uniform", "uniform"]]
+
+
+def test_a_kv_cache_of_the_models_own_dtype_is_accepted_by_name(outcomes: Outcomes) -> None:
+    outcome = outcomes("cache_of_the_models_dtype")
+    assert outcome.error == "", outcome.log[-3000:]
+    assert json.loads(outcome.told) == json.loads(outcomes("healthy").told)
 
 
 def test_refuses_another_block_size(outcomes: Outcomes) -> None:

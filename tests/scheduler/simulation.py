@@ -347,6 +347,7 @@ class Simulation:
         stops: list[int] | None = None,
         priority: int = 0,
         session: str | None = None,
+        prompt_logprobs: int | None = None,
         **directive: str,
     ) -> str:
         """Send a request in; `checked` as the front end does, or past it.
@@ -359,6 +360,7 @@ class Simulation:
             max_tokens=max_tokens or self.max_tokens,
             ignore_eos=True,
             stop_token_ids=stops,
+            prompt_logprobs=prompt_logprobs,
             extra_args=directive or None,
         )
         params.update_from_generation_config({}, 1)

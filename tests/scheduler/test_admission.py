@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,71 @@ def test_what_never_fits_is_refused(
     sim = Simulation(model_path, pages=21)
     with pytest.raises(VLLMValidationError, match=message):
         sim.add(prompt(length), **directive)
+
+
+@BOTH
+@pytest.mark.parametrize("asked", [None, 0, 5])
+def test_a_prompt_that_is_scored_does_not_stream(
+    model_path: Path, asynchronous: bool, asked: int | None
+) -> None:
+    """`auto` streams while the pool is taken, but not where the prompt's logprobs are asked for."""
+    sim = Simulation(model_path, pages=61, asynchronous=asynchronous, chunk=512)
+    full = sim.add(prompt(900), max_tokens=60, kv_budget="full")
+    while sim.requests[full].num_computed_tokens < 901:
+        sim.step()
+    scored = sim.add(prompt(1400, 1), max_tokens=20, prompt_logprobs=asked, kv_budget="128")
+    positions: set[int] = set()
+    while scored not in sim.finished:
+        sim.step()
+        positions |= {computed for computed, _ in sim.memory.history.get(scored, ())}
+    assert (min(positions) < 1400) == (asked is None)
+    assert sim.finished[scored]["prefill"] == ("streaming" if asked is None else "oneshot")
+
+
+SCORED = "prompt_logprobs must see the whole prompt"
+
+
+@pytest.mark.parametrize(
+    ("pages", "directive", "message"),
+    [
+        (
+            31,
+            {"kv_prefill": "streaming"},
+            f"kv_prefill='streaming' is not allowed: {SCORED}, and of its 700 tokens 128 may stay "
+            "while it comes in. Use oneshot or auto, or drop prompt_logprobs",
+        ),
+        *(
+            (
+                21,
+                {"kv_prefill": prefill},
+                f"kv_prefill='{prefill}' is not allowed: {SCORED}, and 700 tokens at once do not "
+                "fit the pool of 640 tokens. Shorten the prompt, or drop prompt_logprobs",
+            )
+            for prefill in ("auto", "oneshot", "streaming")
+        ),
+        (
+            31,
+            {"session": "s"},
+            f"kv_budget='128' is not allowed: {SCORED}, and a session's next one comes when part "
+            "of the last may be gone. Use full, or drop prompt_logprobs",
+        ),
+    ],
+)
+@pytest.mark.parametrize("trigger", ["budget", "pressure"])
+def test_a_prompt_that_cannot_be_scored_whole_is_refused(
+    model_path: Path, trigger: str, pages: int, directive: dict[str, str], message: str
+) -> None:
+    sim = Simulation(model_path, pages=pages, budget="128", knobs={"trigger": trigger})
+    with pytest.raises(VLLMValidationError, match=re.escape(message)):
+        sim.add(prompt(700), prompt_logprobs=1, **directive)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prefill", ["auto", "oneshot", "streaming"])
+def test_a_scored_prompt_within_its_budget_may_stream(model_path: Path, prefill: str) -> None:
+    sim = Simulation(model_path, pages=21, budget="256")
+    request_id = sim.add(prompt(250), max_tokens=200, prompt_logprobs=1, kv_prefill=prefill)
+    sim.run()
+    assert sim.finished[request_id]["eviction_steps"] > 0
 
 
 @pytest.mark.parametrize("directive", [{"kv_budget": "full"}, {"kv_budget": "1024"}])

@@ -97,6 +97,11 @@ def test_only_the_request_whose_policy_fails_ends(
     assert sim.tokens(victim) == [answer(victim, 300)]
     reasons = [one.finish_reason for one in sim.told[victim]]
     assert reasons == [None, FinishReason.ERROR]
+    assert sim.told[victim][-1].stop_reason == (
+        "KV eviction ended this request: policy 'streaming-llm' with allocator "
+        f"{allocator!r} could not choose what stays (ZeroDivisionError: no blocks to score). Use "
+        "another policy or allocator, or the budget full."
+    )
     record = sim.records[victim]
     assert record["error"] == "ZeroDivisionError: no blocks to score"
     assert record["eviction_steps"] == 1

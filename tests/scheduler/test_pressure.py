@@ -73,3 +73,22 @@ def test_a_prompt_longer_than_the_pool_shrinks_on_its_way_in(
     assert told["peak_blocks"] <= 20
     assert told["eviction_steps"] > 1
     assert sim.requests[request_id].num_preemptions == 0
+
+
+@BOTH
+@pytest.mark.parametrize("asked", [None, 0, 5])
+def test_a_prompt_that_is_scored_is_not_shrunk_before_its_end(
+    model_path: Path, asynchronous: bool, asked: int | None
+) -> None:
+    """Its neighbour keeps everything: nobody else can make the room that it wants."""
+    sim = Simulation(model_path, pages=61, asynchronous=asynchronous, knobs=PRESSURE)
+    neighbour = sim.add(prompt(400, 1), max_tokens=150, kv_budget="full")
+    scored = sim.add(prompt(1400), max_tokens=100, prompt_logprobs=asked)
+    positions: set[int] = set()
+    while scored not in sim.finished:
+        sim.step()
+        positions |= {computed for computed, _ in sim.memory.history.get(scored, ())}
+    assert positions
+    assert (min(positions) < 1400) == (asked is None)
+    sim.run()
+    assert {scored, neighbour} == sim.finished.keys()

@@ -199,6 +199,32 @@ def test_the_openai_sdk_sets_a_budget_through_extra_body(server: Server, book: l
     assert told["evicted_blocks"] == 1000 // BLOCK - 256 // BLOCK
 
 
+def test_a_reply_ended_by_a_stop_string_is_told_of_in_its_record_only(
+    server: Server, book: list[int]
+) -> None:
+    """vLLM's front end ends it and does not wait for what the engine would tell."""
+    prompt, headers = book[3000:4000], {"X-KV-Budget": "256"}
+    text = server.complete(prompt, 40, headers)["choices"][0]["text"]
+    reply = server.complete(prompt, 40, headers, stop=[text[-6:]])
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    assert not reply["kv_transfer_params"]
+    path, deadline = f"/kv_eviction/requests/{reply['id']}", time.monotonic() + 30
+    while (found := server.get(path)).status_code == 404:
+        assert time.monotonic() < deadline, found.text
+        time.sleep(0.1)
+    (record,) = found.json()["sequences"]
+    assert record["budget_tokens"] == 256
+    assert record["evicted_blocks"] >= 1000 // BLOCK - 256 // BLOCK
+
+
+def test_a_header_on_a_route_that_reads_none_is_refused(server: Server) -> None:
+    headers = {"X-KV-Budget": "512"}
+    reply = server.post("/generative_scoring", {"query": "a", "items": ["b"]}, headers)
+    assert reply.status_code == 400
+    assert "/generative_scoring" in reply.json()["error"]["message"]
+    assert server.post("/tokenize", {"prompt": "Hello"}, headers).status_code == 200
+
+
 def test_aborted_requests_give_their_pages_back(server: Server, book: list[int]) -> None:
     """I4 seen from outside: vLLM's gauge returns to zero."""
     with OpenAI(base_url=server.url + "/v1", api_key="none").completions.create(

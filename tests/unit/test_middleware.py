@@ -1,6 +1,7 @@
 """Directives over HTTP: what reaches vLLM, what is refused, what is reported."""
 
 import json
+from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,13 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIWebSocketRoute
+from starlette.routing import Route, WebSocketRoute
 from starlette.types import Message
 
 from nexus_vllm.config import MAX_SEED, Settings
 from nexus_vllm.server.metrics import REJECTIONS, metrics
-from nexus_vllm.server.middleware import PATHS, UNREAD, EvictionMiddleware
+from nexus_vllm.server.middleware import HARMLESS, PATHS, EvictionMiddleware
 from nexus_vllm.server.records import Records, recent
 
 REPORT = {"request_id": "cmpl-abc-0-0123abcd", "policy": "nexus", "evicted_blocks": 78}
@@ -40,7 +43,7 @@ def make_app(additional_config: Any = None) -> FastAPI:
         answer = {"seen": content, "length": length and int(length), "raw": raw}
         return JSONResponse(answer, status_code=content.get("status", 200))
 
-    for path in (*PATHS, "/v1/embeddings"):
+    for path in (*PATHS, *HARMLESS, "/v1/embeddings"):
         app.post(path)(echo)
     app.add_middleware(EvictionMiddleware)
     return app
@@ -157,11 +160,12 @@ async def test_a_failing_reply_carries_no_header(client: httpx.AsyncClient) -> N
 
 async def test_other_paths_and_methods_pass_untouched(client: httpx.AsyncClient) -> None:
     headers = {"X-KV-Budget": "nonsense"}
-    response = await client.post(
-        "/v1/embeddings", json={"vllm_xargs": {"kv_x": 1}}, headers=headers
-    )
-    assert response.status_code == 200
-    assert "X-KV-Eviction" not in response.headers
+    body = {"vllm_xargs": {"kv_x": 1}}
+    for path, sent in (("/v1/embeddings", {}), *((path, headers) for path in HARMLESS)):
+        response = await client.post(path.format(response_id="resp_1"), json=body, headers=sent)
+        assert response.status_code == 200
+        assert response.json()["seen"] == body
+        assert "X-KV-Eviction" not in response.headers
     assert (await client.get(PATHS[0], headers=headers)).status_code == 405
 
 
@@ -444,14 +448,131 @@ async def asgi(
     return seen
 
 
-@pytest.mark.parametrize("path", UNREAD)
-async def test_a_header_that_nobody_would_read_is_refused(
-    client: httpx.AsyncClient, path: str
-) -> None:
-    response = await client.post(path, json={}, headers={"X-KV-Budget": "512"})
-    assert response.status_code == 400
-    assert "X-Kv-Budget" in response.text
-    assert path in response.text
+# Routes where nobody reads a header
+
+REFUSED = {
+    # these generate
+    "/generative_scoring",
+    "/inference/v1/generate",
+    "/invocations",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/chat/completions/batch",
+    "/v1/realtime",
+    "/v1/systemone",
+    # these make of a prompt what another server generates from
+    "/v1/chat/completions/derender",
+    "/v1/chat/completions/render",
+    "/v1/completions/derender",
+    "/v1/completions/render",
+    "/v1/messages/render",
+    "/v1/responses/render",
+    # these are for who runs the server
+    "/abort_requests",
+    "/collective_rpc",
+    "/fault_tolerance/apply",
+    "/finish_weight_update",
+    "/inference/v1/abort_requests",
+    "/init_weight_transfer_engine",
+    "/is_scaling_elastic_ep",
+    "/pause",
+    "/ping",
+    "/release_kv_cache_memory",
+    "/reset_encoder_cache",
+    "/reset_mm_cache",
+    "/reset_prefix_cache",
+    "/resume",
+    "/scale_elastic_ep",
+    "/shutdown_weight_transfer_engine",
+    "/sleep",
+    "/start_draft_weight_update",
+    "/start_weight_update",
+    "/update_weight_version",
+    "/update_weights",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/wake_up",
+    "/weight_checker",
+}
+NOT_EVERYWHERE = {"/cohere/v2/chat", "/start_profile", "/stop_profile"}
+"""Routes of this vLLM that come with a package or a setting which this process may lack."""
+
+
+@pytest.fixture(scope="module")
+def vllm_app() -> FastAPI:
+    """Every route the installed vLLM can have on a server that generates, behind the middleware."""
+    from vllm import tasks
+    from vllm.entrypoints.launchers.api_server.routers import register_api_routers
+
+    app = FastAPI()
+    app.state.args = Namespace(
+        enable_scale_out=True, enable_fault_tolerance=True, tokens_only=True, root_path=""
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for switch in (
+            "VLLM_SERVER_DEV_MODE",
+            "VLLM_ENABLE_COHERE_API",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        ):
+            patch.setenv(switch, "1")
+        every = tuple(sorted({*tasks.GENERATION_TASKS, "render"}))
+        register_api_routers(app.state.args, app, every)  # type: ignore[arg-type]
+    app.add_middleware(EvictionMiddleware)
+    return app
+
+
+def acting(app: FastAPI) -> set[str]:
+    """Paths on which a client can make the server do something."""
+    return {
+        route.path
+        for route in app.routes
+        if isinstance(route, WebSocketRoute | APIWebSocketRoute)
+        or (isinstance(route, Route) and (route.methods or set()) - {"GET", "HEAD", "OPTIONS"})
+    }
+
+
+def test_every_route_of_this_vllm_is_known(vllm_app: FastAPI) -> None:
+    """A route that is new in vLLM has its headers refused until somebody looks at it."""
+    assert acting(vllm_app) - NOT_EVERYWHERE == {*PATHS, *HARMLESS, *REFUSED}
+
+
+async def test_a_header_that_nobody_would_read_is_refused(vllm_app: FastAPI) -> None:
+    async with client_of(vllm_app) as client:
+        posts = (acting(vllm_app) | NOT_EVERYWHERE | {"/new/in/vllm"}) - {"/v1/realtime"}
+        for path in sorted(posts - {*PATHS, *HARMLESS}):
+            response = await client.post(path, json={}, headers={"X-KV-Budget": "512"})
+            assert response.status_code == 400, path
+            error = response.json()["error"]
+            assert (error["type"], error["param"]) == ("BadRequestError", "X-Kv-Budget")
+            assert path in error["message"]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["with a reply", "without"])
+async def test_on_a_websocket_too(told: bool) -> None:
+    sent: list[Message] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "websocket.accept"})
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
+    if told:
+        scope["extensions"] = {"websocket.http.response": {}}
+    await EvictionMiddleware(app)(scope, receive, send)
+    assert [message["type"] for message in sent] == ["websocket.accept"]
+    sent.clear()
+    await EvictionMiddleware(app)({**scope, "headers": [(b"x-kv-budget", b"512")]}, receive, send)
+    if not told:
+        assert [message["type"] for message in sent] == ["websocket.close"]
+        return
+    start, body = sent
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", 400)
+    assert "X-Kv-Budget" in json.loads(body["body"])["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@
 """
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
+from vllm.config.cache import CacheDType
 
 import nexus_vllm
 from nexus_vllm.config import Settings
@@ -23,6 +25,7 @@ def config(**changes: Any) -> Any:
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(),
             get_sliding_window=lambda: None,
+            dtype=torch.bfloat16,
             runner_type="generate",
             use_mla=False,
             is_encoder_decoder=False,
@@ -145,6 +148,24 @@ def test_what_only_a_stub_can_show(changes: dict[str, Any], told: tuple[str, str
     assert compat.refusals(config(**changes)) == [told]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_cache_is_refused_unless_it_is_of_the_models_own_dtype(dtype: torch.dtype) -> None:
+    """Whatever name vLLM takes for it."""
+    own = {"auto", str(dtype).removeprefix("torch.")} & {*get_args(CacheDType)}
+    for name in get_args(CacheDType):
+        changes = {"model_config.dtype": dtype, "cache_config.cache_dtype": name}
+        found = compat.refusals(config(**changes))
+        assert bool(found) == (name not in own), name
+        if found:
+            assert found == [
+                (
+                    f"--kv-cache-dtype {name}",
+                    f"scoring reads keys in the model's own dtype, {str(dtype)[6:]}",
+                    "drop --kv-cache-dtype",
+                )
+            ]
+
+
 def test_a_match_unit_that_is_a_block_or_unused_is_no_reason() -> None:
     assert compat.refusals(config(**{"cache_config.prefix_match_unit": 32})) == []
     unused = {"cache_config.prefix_match_unit": 16, "cache_config.enable_prefix_caching": False}
@@ -172,7 +193,6 @@ def test_hashes_finer_than_blocks_are_refused_by_the_scheduler() -> None:
 
 
 def test_only_a_plain_spec_becomes_evictable() -> None:
-    import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
     backend: Any = attention.CPU_ATTN
