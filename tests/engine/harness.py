@@ -46,7 +46,11 @@ MODES = tuple(Mode(runner, how) for runner in ("v1", "v2") for how in ("sync", "
 
 @dataclass
 class Request:
-    """`params` are SamplingParams; the defaults are greedy, 16 tokens, no stop at end-of-text."""
+    """`params` are SamplingParams; the defaults are greedy, 16 tokens, no stop at end-of-text.
+
+    `structured_outputs` among them is a mapping. With n > 1 the i-th sequence is named "{id}/{i}"
+    wherever sequences are told apart.
+    """
 
     prompt: Sequence[int]
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -56,15 +60,33 @@ class Request:
 
 
 @dataclass
-class Result:
-    id: str
+class Completion:
     tokens: list[int]
+    text: str  # "" without `detokenize`
     finish_reason: str | None  # None while it runs
+    stop_reason: int | str | None
+    logprobs: list[dict[int, float]] | None  # by token id, for each token
+
+
+@dataclass
+class Result:
+    """`tokens` and `finish_reason` are those of the first completion."""
+
+    id: str
+    completions: list[Completion]  # one, or n; those that have begun
     cached_tokens: int | None
     kv_transfer_params: dict[str, Any] | None
     held_blocks: list[int]  # after each step, while the request holds a page row
     preemptions: int
     logits: torch.Tensor | None  # [len(tokens), vocab] float32
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.completions[0].tokens if self.completions else []
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.completions[0].finish_reason if self.completions else None
 
 
 @dataclass
@@ -317,10 +339,16 @@ class Engines:
         self._engines: dict[str, Engine] = {}  # least recently used first
 
     def __call__(
-        self, mode: Mode, nexus: Mapping[str, Any] | None = None, **options: Any
+        self,
+        mode: Mode,
+        nexus: Mapping[str, Any] | None = None,
+        model: Path | None = None,
+        **options: Any,
     ) -> Engine:
         """The engine of this configuration, idle and with an empty prefix cache."""
-        key = repr((mode, sorted((nexus or {}).items()), nexus is None, sorted(options.items())))
+        model = model or self.model
+        settings = (sorted((nexus or {}).items()), nexus is None, sorted(options.items()))
+        key = repr((mode, model, *settings))
         engine = self._engines.pop(key, None)
         if engine is not None:
             try:
@@ -332,7 +360,7 @@ class Engines:
         if engine is None:
             while len(self._engines) >= self.keep:
                 self._engines.pop(next(iter(self._engines))).close()
-            engine = Engine(mode, self.model, nexus, **options)
+            engine = Engine(mode, model, nexus, **options)
         self._engines[key] = engine
         return engine
 

@@ -1,0 +1,58 @@
+"""Tiny models with random weights: an engine of one takes milliseconds a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 256
+# Weights so large that attention is peaked and replies depend on all of the context.
+SPREAD = 0.15
+
+
+def save(
+    folder: Path,
+    model_type: str = "llama",
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_size: int = 64,
+    tokenizer_of: Path | None = None,
+    **changes: Any,
+) -> Path:
+    """Write a model of two layers, with the tokenizer of another one if its text matters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        model_type,
+        **{
+            "hidden_size": 128,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_size,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 2048,
+            "initializer_range": SPREAD,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            **changes,
+        },
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    if tokenizer_of is not None:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).symlink_to(tokenizer_of / name)
+    return folder
+
+
+def tokens(count: int, seed: int, vocabulary: int = VOCABULARY) -> list[int]:
+    """A random prompt without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocabulary, (count,), generator=generator).tolist()
