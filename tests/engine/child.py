@@ -114,6 +114,7 @@ class Host:
         self._count_batches()
         self.names: dict[str, str] = {}  # vLLM's request id -> ours
         self.prompts: dict[str, int] = {}
+        self.adapters: dict[str, Any] = {}
         self.outputs: dict[str, Any] = {}
         self.completions: dict[str, dict[int, Completion]] = {}
         self.held: dict[str, list[int]] = {}
@@ -166,7 +167,9 @@ class Host:
             values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
         params = SamplingParams(**values)
         prompt: Any = {"prompt_token_ids": list(request.prompt)}
-        internal = self.llm.llm_engine.add_request(name, prompt, params)
+        internal = self.llm.llm_engine.add_request(
+            name, prompt, params, lora_request=self._adapter(request.lora)
+        )
         self.names[internal] = name
         if params.n > 1:
             self.names.update({f"{i}_{internal}": f"{name}/{i}" for i in range(params.n)})
@@ -174,6 +177,14 @@ class Host:
         if request.logits:
             self.tap.wanted.add(internal)
         return name
+
+    def _adapter(self, folder: str) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        if folder and folder not in self.adapters:
+            number = len(self.adapters) + 1
+            self.adapters[folder] = LoRARequest(f"adapter-{number}", number, folder)
+        return self.adapters.get(folder)
 
     def step(self) -> None:
         for output in self.llm.llm_engine.step():

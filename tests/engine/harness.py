@@ -56,6 +56,7 @@ class Request:
     params: Mapping[str, Any] = field(default_factory=dict)
     at_step: int = 0  # generate() adds it before this step
     logits: bool = False  # keep the raw logits each token was sampled from
+    lora: str = ""  # the folder of an adapter
     id: str = ""
 
 

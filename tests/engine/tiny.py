@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 VOCABULARY = 256
 # Weights so large that attention is peaked and replies depend on all of the context.
@@ -56,3 +59,33 @@ def tokens(count: int, seed: int, vocabulary: int = VOCABULARY) -> list[int]:
     """A random prompt without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocabulary, (count,), generator=generator).tolist()
+
+
+def save_adapter(folder: Path, model: Path, seed: int, rank: int = 4) -> dict[str, Tensor]:
+    """Write a LoRA adapter of queries and values; what it adds to the weights, by their names."""
+    config = json.loads((model / "config.json").read_text())
+    size, scale = config["head_dim"], 2.0
+    outputs = {"q": config["num_attention_heads"] * size, "v": config["num_key_value_heads"] * size}
+    generator = torch.Generator().manual_seed(seed)
+    tensors, added = {}, {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, output in outputs.items():
+            module = f"model.layers.{layer}.self_attn.{name}_proj"
+            a = SPREAD * torch.randn(rank, config["hidden_size"], generator=generator)
+            b = SPREAD * torch.randn(output, rank, generator=generator)
+            tensors[f"base_model.model.{module}.lora_A.weight"] = a
+            tensors[f"base_model.model.{module}.lora_B.weight"] = b
+            added[f"{module}.weight"] = scale * b @ a
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "target_modules": [f"{name}_proj" for name in outputs],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return added
