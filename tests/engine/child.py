@@ -131,6 +131,15 @@ class Host:
             plugins=os.environ.get("VLLM_PLUGINS"),
         )
 
+    def stop(self) -> None:
+        import gc
+
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        vars(self).clear()
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
     def _attention_backend(self) -> str:
         layers = self.worker.vllm_config.compilation_config.static_forward_context.values()
         return next(qualified_name(layer.impl) for layer in layers if hasattr(layer, "impl"))

@@ -227,6 +227,17 @@ class Engine:
             raise
         self.start_seconds = time.monotonic() - started
 
+    def restart(
+        self, model: Path | str, nexus: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Serve another model in the same process, which has imported everything already.
+
+        With or without eviction, as before.
+        """
+        settings = None if nexus is None else dict(nexus)
+        self._call("stop")
+        self.facts = self._call("start", str(self.mode), engine_options(model, options), settings)
+
     # Whole generations -----------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], timeout: float = CALL_TIMEOUT) -> list[Result]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 VOCABULARY = 256
 # Weights so large that attention is peaked and replies depend on all of the context.
-SPREAD = 0.15
+SPREAD = 1.7  # over the square root of what a weight's row sums up
 
 
 def save(
@@ -21,6 +21,7 @@ def save(
     heads: int = 4,
     kv_heads: int = 2,
     head_size: int = 64,
+    hidden_size: int = 128,
     tokenizer_of: Path | None = None,
     **changes: Any,
 ) -> Path:
@@ -30,7 +31,7 @@ def save(
     config = AutoConfig.for_model(
         model_type,
         **{
-            "hidden_size": 128,
+            "hidden_size": hidden_size,
             "intermediate_size": 128,
             "num_hidden_layers": 2,
             "num_attention_heads": heads,
@@ -38,7 +39,7 @@ def save(
             "head_dim": head_size,
             "vocab_size": VOCABULARY,
             "max_position_embeddings": 2048,
-            "initializer_range": SPREAD,
+            "initializer_range": SPREAD / hidden_size**0.5,
             "tie_word_embeddings": False,
             "bos_token_id": 1,
             "eos_token_id": 2,
@@ -71,8 +72,8 @@ def save_adapter(folder: Path, model: Path, seed: int, rank: int = 4) -> dict[st
     for layer in range(config["num_hidden_layers"]):
         for name, output in outputs.items():
             module = f"model.layers.{layer}.self_attn.{name}_proj"
-            a = SPREAD * torch.randn(rank, config["hidden_size"], generator=generator)
-            b = SPREAD * torch.randn(output, rank, generator=generator)
+            a = 0.15 * torch.randn(rank, config["hidden_size"], generator=generator)
+            b = 0.15 * torch.randn(output, rank, generator=generator)
             tensors[f"base_model.model.{module}.lora_A.weight"] = a
             tensors[f"base_model.model.{module}.lora_B.weight"] = b
             added[f"{module}.weight"] = scale * b @ a
