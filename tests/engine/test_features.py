@@ -247,7 +247,7 @@ def interruptible() -> list[Request]:
         ask(prompt_of(230, 30), max_tokens=90),
         ask(prompt_of(240, 31), max_tokens=90, kv_allocator="global"),
         ask(prompt_of(120, 32), "full"),
-        ask(prompt_of(430, 33), kv_prefill="streaming"),
+        ask(prompt_of(430, 33), kv_prefill="streaming", kv_policy="random"),
     ]
 
 
