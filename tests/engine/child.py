@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from .harness import Facts, Request, RequestState, Result, State
+from .harness import Completion, Facts, Request, RequestState, Result, State
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,9 @@ class Host:
         self._count_batches()
         self.names: dict[str, str] = {}  # vLLM's request id -> ours
         self.prompts: dict[str, int] = {}
+        self.adapters: dict[str, Any] = {}
         self.outputs: dict[str, Any] = {}
+        self.completions: dict[str, dict[int, Completion]] = {}
         self.held: dict[str, list[int]] = {}
         self.preemptions: dict[str, int] = {}
         return Facts(
@@ -128,6 +130,15 @@ class Host:
             pool_blocks=self.pool.num_gpu_blocks - 1,
             plugins=os.environ.get("VLLM_PLUGINS"),
         )
+
+    def stop(self) -> None:
+        import gc
+
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        vars(self).clear()
+        cleanup_dist_env_and_memory()
+        gc.collect()
 
     def _attention_backend(self) -> str:
         layers = self.worker.vllm_config.compilation_config.static_forward_context.values()
@@ -155,27 +166,45 @@ class Host:
 
     def add(self, request: Request) -> str:
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
         name = request.id or f"request-{len(self.names)}"
         if name in self.prompts:
             raise ValueError(f"request id {name!r} was used before")
-        params = SamplingParams(**{**GREEDY, **request.params})
+        values = {**GREEDY, **request.params}
+        if "structured_outputs" in values:
+            values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
+        params = SamplingParams(**values)
         prompt: Any = {"prompt_token_ids": list(request.prompt)}
-        internal = self.llm.llm_engine.add_request(name, prompt, params)
+        internal = self.llm.llm_engine.add_request(
+            name, prompt, params, lora_request=self._adapter(request.lora)
+        )
         self.names[internal] = name
+        if params.n > 1:
+            self.names.update({f"{i}_{internal}": f"{name}/{i}" for i in range(params.n)})
         self.prompts[name] = len(request.prompt)
-        self.held[name] = []
         if request.logits:
             self.tap.wanted.add(internal)
         return name
 
+    def _adapter(self, folder: str) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        if folder and folder not in self.adapters:
+            number = len(self.adapters) + 1
+            self.adapters[folder] = LoRARequest(f"adapter-{number}", number, folder)
+        return self.adapters.get(folder)
+
     def step(self) -> None:
         for output in self.llm.llm_engine.step():
             self.outputs[output.request_id] = output
+            seen = self.completions.setdefault(output.request_id, {})
+            seen.update({c.index: completion_of(c) for c in output.outputs})
         self.check_pages()
         for internal, row in self._rows().items():
             if internal in self.names:
-                self.held[self.names[internal]].append(sum(not block.is_null for block in row))
+                held = self.held.setdefault(self.names[internal], [])
+                held.append(sum(not block.is_null for block in row))
         for internal, request in self.scheduler.requests.items():
             self.preemptions[self.names.get(internal, internal)] = request.num_preemptions
 
@@ -218,18 +247,16 @@ class Host:
     def _result(self, name: str) -> Result:
         internal = next(key for key, value in self.names.items() if value == name)
         output = self.outputs.get(name)
-        completion = output.outputs[0] if output is not None else None
-        tokens = list(completion.token_ids) if completion is not None else []
+        completions = [c for _, c in sorted(self.completions.get(name, {}).items())]
         logits = None
-        if internal in self.tap.wanted and tokens:
-            logits = self.tap.take(internal, self.prompts[name], len(tokens))
+        if internal in self.tap.wanted and completions:
+            logits = self.tap.take(internal, self.prompts[name], len(completions[0].tokens))
         return Result(
             id=name,
-            tokens=tokens,
-            finish_reason=completion.finish_reason if completion is not None else None,
+            completions=completions,
             cached_tokens=output.num_cached_tokens if output is not None else None,
             kv_transfer_params=output.kv_transfer_params if output is not None else None,
-            held_blocks=list(self.held[name]),
+            held_blocks=list(self.held.get(name, ())),
             preemptions=self.preemptions.get(name, 0),
             logits=logits,
         )
@@ -298,6 +325,20 @@ class Host:
 
     def decode(self, ids: list[int]) -> str:
         return str(self.llm.get_tokenizer().decode(ids))
+
+
+def completion_of(output: Any) -> Completion:
+    """A copy: vLLM goes on with the lists of its own."""
+    logprobs = None
+    if output.logprobs is not None:
+        logprobs = [{i: told.logprob for i, told in row.items()} for row in output.logprobs]
+    return Completion(
+        tokens=list(output.token_ids),
+        text=output.text,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        logprobs=logprobs,
+    )
 
 
 def qualified_name(thing: object) -> str:

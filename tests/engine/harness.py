@@ -46,25 +46,48 @@ MODES = tuple(Mode(runner, how) for runner in ("v1", "v2") for how in ("sync", "
 
 @dataclass
 class Request:
-    """`params` are SamplingParams; the defaults are greedy, 16 tokens, no stop at end-of-text."""
+    """`params` are SamplingParams; the defaults are greedy, 16 tokens, no stop at end-of-text.
+
+    `structured_outputs` among them is a mapping. With n > 1 the i-th sequence is named "{id}/{i}"
+    wherever sequences are told apart.
+    """
 
     prompt: Sequence[int]
     params: Mapping[str, Any] = field(default_factory=dict)
     at_step: int = 0  # generate() adds it before this step
     logits: bool = False  # keep the raw logits each token was sampled from
+    lora: str = ""  # the folder of an adapter
     id: str = ""
 
 
 @dataclass
-class Result:
-    id: str
+class Completion:
     tokens: list[int]
+    text: str  # "" without `detokenize`
     finish_reason: str | None  # None while it runs
+    stop_reason: int | str | None
+    logprobs: list[dict[int, float]] | None  # by token id, for each token
+
+
+@dataclass
+class Result:
+    """`tokens` and `finish_reason` are those of the first completion."""
+
+    id: str
+    completions: list[Completion]  # one, or n; those that have begun
     cached_tokens: int | None
     kv_transfer_params: dict[str, Any] | None
     held_blocks: list[int]  # after each step, while the request holds a page row
     preemptions: int
     logits: torch.Tensor | None  # [len(tokens), vocab] float32
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.completions[0].tokens if self.completions else []
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.completions[0].finish_reason if self.completions else None
 
 
 @dataclass
@@ -204,6 +227,17 @@ class Engine:
             raise
         self.start_seconds = time.monotonic() - started
 
+    def restart(
+        self, model: Path | str, nexus: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Serve another model in the same process, which has imported everything already.
+
+        With or without eviction, as before.
+        """
+        settings = None if nexus is None else dict(nexus)
+        self._call("stop")
+        self.facts = self._call("start", str(self.mode), engine_options(model, options), settings)
+
     # Whole generations -----------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], timeout: float = CALL_TIMEOUT) -> list[Result]:
@@ -317,10 +351,16 @@ class Engines:
         self._engines: dict[str, Engine] = {}  # least recently used first
 
     def __call__(
-        self, mode: Mode, nexus: Mapping[str, Any] | None = None, **options: Any
+        self,
+        mode: Mode,
+        nexus: Mapping[str, Any] | None = None,
+        model: Path | None = None,
+        **options: Any,
     ) -> Engine:
         """The engine of this configuration, idle and with an empty prefix cache."""
-        key = repr((mode, sorted((nexus or {}).items()), nexus is None, sorted(options.items())))
+        model = model or self.model
+        settings = (sorted((nexus or {}).items()), nexus is None, sorted(options.items()))
+        key = repr((mode, model, *settings))
         engine = self._engines.pop(key, None)
         if engine is not None:
             try:
@@ -332,7 +372,7 @@ class Engines:
         if engine is None:
             while len(self._engines) >= self.keep:
                 self._engines.pop(next(iter(self._engines))).close()
-            engine = Engine(mode, self.model, nexus, **options)
+            engine = Engine(mode, model, nexus, **options)
         self._engines[key] = engine
         return engine
 

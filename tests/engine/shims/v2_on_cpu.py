@@ -33,6 +33,7 @@ def install() -> None:
     declare_cpu_backend()
     patch_language_once()
     pass_cpu_tensors_through()
+    store_under_boolean_masks()
     adapt_launches()
 
 
@@ -69,6 +70,19 @@ def pass_cpu_tensors_through() -> None:
 
     GridExecutor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
     GridExecutor._restore_args_dev = lambda self, *args: None
+
+
+def store_under_boolean_masks() -> None:
+    """Gap: a mask made with a scalar condition, as structured output has it, is not of booleans."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    store = InterpreterBuilder.create_masked_store
+
+    def store_under_booleans(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        mask = TensorHandle(mask.data.astype(bool), mask.dtype)
+        return store(self, pointers, value, mask, *rest)
+
+    InterpreterBuilder.create_masked_store = store_under_booleans
 
 
 def adapt_launches() -> None:
