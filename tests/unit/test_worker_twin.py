@@ -12,6 +12,7 @@ fails) and NEXUS_TWIN_SEED (default 0) choose the run. A failure prints the even
 
 import os
 import random
+import struct
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -54,6 +55,8 @@ BLOCK, LAYERS, HEADS, GROUP, SIZE, PAGES, SLOTS = 32, 3, 2, 2, 3, 40, 4
 QUERY_HEADS = HEADS * GROUP
 LONGEST = 20 * BLOCK
 CPU = torch.device("cpu")
+FACT, UNIT = 2 * SIZE * 4, BLOCK * 2 * SIZE * 4
+"""Bytes."""
 PAIRS = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
 BROKEN = "broken"
 PROFILE = Profile(
@@ -89,19 +92,22 @@ EXPECTED = {
     "unit lent to another head",
 }
 
-Fact = list[float]
 Place = tuple[int, int, int]
 """Of a block: layer, KV head, block number."""
 
 
-def key_and_value(token: int, position: int, layer: int, head: int) -> Fact:
+def key_and_value(token: int, position: int, layer: int, head: int) -> bytes:
     """What a token writes: its key, then its value."""
     pair = layer * HEADS + head
-    return [token, position, pair, -token - 1, -position - 1, -pair - 1]
+    return struct.pack("6f", token, position, pair, -token - 1, -position - 1, -pair - 1)
 
 
-def query_of(token: int, position: int, layer: int, head: int) -> Fact:
-    return [token, position, layer * QUERY_HEADS + head]
+def query_of(token: int, position: int, layer: int, head: int) -> bytes:
+    return struct.pack("3f", token, position, layer * QUERY_HEADS + head)
+
+
+def tensor(facts: bytes, *shape: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(facts), dtype=torch.float32).view(shape)
 
 
 @dataclass
@@ -119,7 +125,7 @@ class Life:
     furthest: int = 0
     events: int = 0
     places: dict[Place, int] = field(default_factory=dict)
-    contents: dict[Place, list[Fact]] = field(default_factory=dict)
+    contents: dict[Place, bytes] = field(default_factory=dict)
 
     @property
     def full(self) -> int:
@@ -129,7 +135,7 @@ class Life:
         """A block has got its last token."""
         layer, head, block = place
         positions = range(block * BLOCK, (block + 1) * BLOCK)
-        facts = [key_and_value(self.tokens[p], p, layer, head) for p in positions]
+        facts = b"".join(key_and_value(self.tokens[p], p, layer, head) for p in positions)
         self.contents[place], self.places[place] = facts, unit
 
     def live(self, layer: int, head: int) -> set[int]:
@@ -173,7 +179,7 @@ class Impl:
     """The wrapped backend's: notes all that attention would read, and answers with the queries."""
 
     def __init__(self) -> None:
-        self.read: list[tuple[list[Fact], list[list[Fact]]]] = []
+        self.read: list[tuple[bytes, list[bytes]]] = []
 
     def forward(
         self, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any
@@ -188,9 +194,9 @@ class Impl:
         for index in range(common.num_reqs):
             length = lengths[index]
             pages = common.block_table_tensor[index, : -(-length // BLOCK)].long()
-            heads = cache[pages].transpose(0, 1).flatten(1, 2)[:, :length].numpy().tolist()
-            queries = query[starts[index] : starts[index + 1]].flatten(0, 1).numpy().tolist()
-            self.read.append((queries, heads))
+            heads = cache[pages].transpose(0, 1).flatten(1, 2)[:, :length]
+            queries = query[starts[index] : starts[index + 1]].numpy().tobytes()
+            self.read.append((queries, [head.numpy().tobytes() for head in heads]))
         output.copy_(query)
         return output
 
@@ -260,7 +266,7 @@ class Twin(RuleBasedStateMachine):
             self.start[layer] = end = end + gap
             end += PAGES * HEADS
         self.storage = torch.full((end, BLOCK, 2 * SIZE), -0.5)
-        self.memory = dict(enumerate(self.storage.numpy().tolist()))
+        self.memory = {unit: bytearray(held) for unit, held in self.stored().items()}
         self.connect()
         self.free = list(range(1, PAGES))
         self.lives: dict[str, Life] = {}
@@ -297,6 +303,11 @@ class Twin(RuleBasedStateMachine):
         self.impls = [EvictionImpl() for _ in layers]
         for row, impl in enumerate(self.impls):
             impl.window, impl.row = layers[row].window, row
+
+    def stored(self) -> dict[int, bytes]:
+        """What each unit really holds."""
+        raw = self.storage.numpy().tobytes()
+        return {at // UNIT: raw[at : at + UNIT] for at in range(0, len(raw), UNIT)}
 
     def unit(self, layer: int, page: int, head: int) -> int:
         """Which part of the memory is a layer's and head's slice of a page."""
@@ -477,10 +488,12 @@ class Twin(RuleBasedStateMachine):
                 assert life.row[block] != 0
                 unit = self.unit(layer, life.row[block], head)
                 first, last = max(begin, block * BLOCK), min(end, (block + 1) * BLOCK)
-                facts = [key_and_value(self.token, p, layer, head) for p in range(first, last)]
-                part = slice(first - block * BLOCK, last - block * BLOCK)
-                self.memory[unit][part] = facts
-                self.storage[unit, part] = torch.tensor(facts).float()
+                facts = b"".join(
+                    key_and_value(self.token, p, layer, head) for p in range(first, last)
+                )
+                first, last = first - block * BLOCK, last - block * BLOCK
+                self.memory[unit][first * FACT : last * FACT] = facts
+                self.storage[unit, first:last] = tensor(facts, -1, 2 * SIZE)
                 if block < life.full:
                     life.fill_up((layer, head, block), unit)
 
@@ -511,9 +524,10 @@ class Twin(RuleBasedStateMachine):
         }
         places: dict[Place, int] = {}
         for unit, (layer, head) in room.items():
-            held: list[Fact] = self.storage[unit].numpy().tolist()
-            of, at = divmod(int(held[0][2]), HEADS)
-            place = of, at, int(held[0][1]) // BLOCK
+            held = self.storage[unit].numpy().tobytes()
+            _, position, pair, *_ = map(int, struct.unpack_from("6f", held))
+            of, at = divmod(pair, HEADS)
+            place = of, at, position // BLOCK
             assert place in life.places, f"unit {unit} holds what the sequence did not: {place}"
             assert place not in places, f"{place} is held twice"
             assert held == life.contents[place], f"unit {unit}: not what block {place} holds"
@@ -522,7 +536,7 @@ class Twin(RuleBasedStateMachine):
             self.seen["unit lent to another layer"] += of != layer
             self.seen["unit lent to another head"] += of == layer and at != head
             places[place] = unit
-            self.memory[unit] = held
+            self.memory[unit] = bytearray(held)
         stayed = [p for p, unit in places.items() if life.places[p] == unit]
         could = [p for p in places if life.places[p] in room]
         assert stayed == could, "a block moved that could stay"
@@ -575,13 +589,13 @@ class Twin(RuleBasedStateMachine):
         assert common.block_table_tensor.equal(table), "vLLM's own table was written"
         over_units = getattr(metadata, "kv_eviction_uneven", None)
         for layer, impl in enumerate(self.impls):
-            queries = [
+            queries = b"".join(
                 query_of(life.tokens[p], p, layer, head)
                 for life, begin in batch
                 for p in range(begin, len(life.tokens))
                 for head in range(QUERY_HEADS)
-            ]
-            query = torch.tensor(queries).float().view(-1, QUERY_HEADS, SIZE)
+            )
+            query = tensor(queries, -1, QUERY_HEADS, SIZE)
             output = torch.zeros_like(query)
             impl.forward(None, query, None, None, self.layers[layer].cache, metadata, output)
             assert output.equal(query), "another token's or head's result"
@@ -594,9 +608,10 @@ class Twin(RuleBasedStateMachine):
                         asked, read = impl.read[index][0], impl.read[index][1][head]
                         mine = range(QUERY_HEADS)
                     positions = range(begin, len(life.tokens))
-                    assert asked == [
+                    wanted = [
                         query_of(life.tokens[p], p, layer, at) for p in positions for at in mine
-                    ], "others' queries"
+                    ]
+                    assert asked == b"".join(wanted), "others' queries"
                     self.check_read(life, layer, head, read, positions)
         self.seen["batch padded"] += padding > 0
         if over_units:
@@ -609,21 +624,24 @@ class Twin(RuleBasedStateMachine):
             shifted = any(life.released for life, _ in batch)
             self.seen["batch shifted" if shifted else "batch as it is"] += 1
 
-    def check_read(self, life: Life, layer: int, head: int, read: list[Fact], new: range) -> None:
+    def check_read(self, life: Life, layer: int, head: int, read: bytes, new: range) -> None:
         """Attention reads every live block once, in any order, and the new tokens last."""
-        whole = len(read) // BLOCK * BLOCK
-        found = [int(read[at][1]) // BLOCK for at in range(0, whole, BLOCK)]
+        found = []
+        for at in range(0, len(read) // UNIT * UNIT, UNIT):
+            block = int(struct.unpack_from("6f", read, at)[1]) // BLOCK
+            wanted = life.contents.get((layer, head, block))
+            assert read[at : at + UNIT] == wanted, f"not what block {block} holds"
+            found.append(block)
         assert sorted(found) == sorted(life.live(layer, head)), "other blocks than the live ones"
-        for block, at in zip(found, range(0, whole, BLOCK), strict=True):
-            assert read[at : at + BLOCK] == life.contents[layer, head, block], "not a block's own"
         rest = range(life.full * BLOCK, len(life.tokens))
+        assert len(read) == len(found) * UNIT + len(rest) * FACT
         for positions in (rest, new):
-            wanted = [key_and_value(life.tokens[p], p, layer, head) for p in positions]
-            assert read[len(read) - len(wanted) :] == wanted, "the newest tokens are not last"
+            facts = b"".join(key_and_value(life.tokens[p], p, layer, head) for p in positions)
+            assert read.endswith(facts), "the newest tokens are not last"
 
     def check(self) -> None:
         """All memory, and all that the worker knows of its sequences."""
-        now = dict(enumerate(self.storage.numpy().tolist()))
+        now = self.stored()
         assert now == self.memory, (
             f"units {[u for u in now if now[u] != self.memory[u]]} hold what nobody wrote there"
         )
@@ -655,12 +673,12 @@ class Twin(RuleBasedStateMachine):
         """The queries that the next eviction would look at are those of the newest tokens."""
         newest = range(len(life.tokens))[-self.settings.window :]
         for index, layer in enumerate(self.layers):
-            ring = layer.window.ring.numpy().tolist()
+            ring = layer.window.ring.numpy()
             for position in newest:
-                recorded = ring[slot * self.ring_rows + position % self.ring_rows]
+                recorded = ring[slot * self.ring_rows + position % self.ring_rows].tobytes()
                 token = life.tokens[position]
                 wanted = [query_of(token, position, index, h) for h in range(QUERY_HEADS)]
-                assert recorded == wanted, f"{life.request_id}: query of token {position}"
+                assert recorded == b"".join(wanted), f"{life.request_id}: query of {position}"
 
 
 @torch.inference_mode()
