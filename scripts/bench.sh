@@ -13,7 +13,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export HF_HUB_OFFLINE=1
 model=$("$root/.venv/bin/python" "$root/scripts/prepare_model.py")
 exec "$root/.venv/bin/nexus-vllm" bench "$model" --out "$root/bench" \
-  --starts 6 --rounds 1 --step-tokens 1024 --step-batch 8 \
+  --starts 6 --rounds 1 \
   --contexts 2048,4096,8192 --batches 1,8 \
   --loads 2048+2048x12,3584+512x8 \
   --fed-tokens 50000 --stream-tokens 1000 --stream-allocators uniform,lu \
