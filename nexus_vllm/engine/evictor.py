@@ -25,8 +25,8 @@ OnError = Callable[[Exception], None]
 PROFILER_RANGE = "kv_eviction"
 """What torch's profiler calls the worker's part of one eviction."""
 
-MAX_KEYS = 1 << 18
-"""Key numbers gathered at once (1 MiB in float32), unless one layer needs more: see MAX_LOGITS."""
+MAX_KEYS = 1 << 20
+"""Key numbers gathered at once (4 MiB in float32), unless one layer needs more: see MAX_LOGITS."""
 
 
 @dataclass
