@@ -1,6 +1,9 @@
 """vLLM's two model runners behind one small interface."""
 
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +28,9 @@ class Runner(Protocol):
 
     def builders(self) -> "Iterator[Any]":
         """Every attention metadata builder."""
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """Entered around the sampling of a step's tokens."""
 
 
 class _AnyRunner:
@@ -57,6 +63,26 @@ class RunnerV1(_AnyRunner):
     def commit_rows(self) -> None:
         """Rows are copied to the device as part of every step."""
 
+    def sampling(self) -> AbstractContextManager[None]:
+        return self._seeds_kept() if self._runner.device.type == "cpu" else nullcontext()
+
+    @contextmanager
+    def _seeds_kept(self) -> "Iterator[None]":
+        """Rows whose token will be dropped are sampled without their request's generator.
+
+        Symptom without: a request with a seed whose prompt is computed in chunks, as a streamed one
+        always is, ends the engine: "CPU Generator does not use offset". Cause: vLLM samples a token
+        at the end of each chunk, drops it, and sets the generator back by an offset that a CPU's
+        does not have. Remove when it sets that back some other way.
+        """
+        batch = self._runner.input_batch
+        dropped = np.nonzero(self._runner.discard_request_mask.np[: batch.num_reqs])[0].tolist()
+        kept = {row: batch.generators.pop(row) for row in dropped if row in batch.generators}
+        try:
+            yield
+        finally:
+            batch.generators.update(kept)
+
 
 class RunnerV2(_AnyRunner):
     """`vllm/v1/worker/gpu/model_runner.py`: rows live on the device, written in stages."""
@@ -81,6 +107,9 @@ class RunnerV2(_AnyRunner):
     def commit_rows(self) -> None:
         """The staging area has room for one entry per request; leave it empty for the step's."""
         self._runner.block_tables.apply_staged_writes()
+
+    def sampling(self) -> AbstractContextManager[None]:
+        return nullcontext()  # its random numbers are keyed by seed and position
 
 
 def adapt(model_runner: Any) -> Runner:

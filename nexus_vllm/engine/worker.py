@@ -165,7 +165,9 @@ class EvictionWorker(PlatformWorker):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The second half of a step on runners that split it."""
-        return self._told(super().sample_tokens(grammar_output))
+        with self.runner.sampling():
+            output = super().sample_tokens(grammar_output)
+        return self._told(output)
 
     def _carry_out(self, plan: StepPlan) -> None:
         report = StepReport()
