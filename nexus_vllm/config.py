@@ -50,7 +50,7 @@ class DirectiveError(ValueError):
     def __init__(self, field: str, value: object, limit: str, remedy: str) -> None:
         # The client's own text: cut, and kept to what any encoding can carry.
         field = field[:80].encode("ascii", "backslashreplace").decode()
-        super().__init__(f"{field}={_shown(value)} is not allowed: {limit}. {remedy}")
+        super().__init__(f"{field}={shown(value)} is not allowed: {limit}. {remedy}")
         self.field = field
         self.value = value
         self.limit = limit
@@ -63,8 +63,12 @@ class DirectiveError(ValueError):
         return known.removeprefix("kv_") if known in DIRECTIVE_KEYS else "unknown"
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
+def shown(value: object) -> str:
+    """A value for an error's text, short whatever it is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int of thousands of digits, a list as deep
+        text = f"<{type(value).__name__} too large to show>"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -90,20 +94,22 @@ class Budget:
         if isinstance(value, cls):
             return value
         if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError(f"budget {_shown(value)} is not one of {_BUDGET_GRAMMAR}")
+            raise ValueError(f"budget {shown(value)} is not one of {_BUDGET_GRAMMAR}")
+        if isinstance(value, int) and not 0 < value <= MAX_BUDGET:
+            raise ValueError(f"budget {shown(value)} is outside 1..{MAX_BUDGET} tokens")
         match = _BUDGET.fullmatch(str(value).strip().lower())
         if match is None:
-            raise ValueError(f"budget {_shown(value)} is not one of {_BUDGET_GRAMMAR}")
+            raise ValueError(f"budget {shown(value)} is not one of {_BUDGET_GRAMMAR}")
         if match["full"]:
             return cls()
         if match["p"]:
             percent = Decimal(match["p"])
             if not 0 < percent <= 100:
-                raise ValueError(f"budget {_shown(value)} is outside 0% < P <= 100%")
+                raise ValueError(f"budget {shown(value)} is outside 0% < P <= 100%")
             return cls(percent=percent)
         tokens = int(match["n"]) * (1024 if match["k"] else 1)
         if not 0 < tokens <= MAX_BUDGET:
-            raise ValueError(f"budget {_shown(value)} is outside 1..{MAX_BUDGET} tokens")
+            raise ValueError(f"budget {shown(value)} is outside 1..{MAX_BUDGET} tokens")
         return cls(absolute=tokens)
 
     @property
@@ -268,13 +274,21 @@ class Settings(BaseModel):
         `overrides` that are not None win over the source. Raises ValueError naming the key, the
         value and the limit.
         """
-        knobs = dict(_load(source)) | {k: v for k, v in overrides.items() if v is not None}
-        if "lambda" in knobs and "lam" in knobs:  # the same knob, twice named: the override wins
-            del knobs["lambda" if "lam" in overrides else "lam"]
+        knobs = dict(_load(source))
+        if "lambda" in knobs and "lam" in knobs:
+            told = f"lambda={shown(knobs['lambda'])} and lam={shown(knobs['lam'])}"
+            raise ValueError(f"KV eviction: {told} set the same thing twice; keep one of them")
+        overrides = {k: v for k, v in overrides.items() if v is not None}
+        for name, other in (("lam", "lambda"), ("lambda", "lam")):
+            if name in overrides:
+                knobs.pop(other, None)
+        knobs |= overrides
         known = [*cls.model_fields, "lambda"]
         for key in knobs:
             if key not in known:
-                raise ValueError(f"KV eviction: unknown setting {key!r}. {nearest(key, known)}")
+                raise ValueError(
+                    f"KV eviction: unknown setting {shown(key)}. {nearest(key, known)}"
+                )
         try:
             return cls.model_validate(knobs)
         except ValidationError as error:
@@ -324,7 +338,7 @@ class Settings(BaseModel):
         try:
             budget = Budget.parse(value)
         except ValueError as error:
-            limit = "it is " + str(error).partition(" is ")[2]
+            limit = "it is " + str(error).rpartition(" is ")[2]
             raise DirectiveError(
                 "kv_budget", value, limit, f"Use {least} tokens or more, a percentage, or full."
             ) from None
@@ -341,11 +355,11 @@ class Settings(BaseModel):
         if "kv_seed" not in xargs:
             return self.seed
         value = xargs["kv_seed"]
-        text = str(value).strip() if isinstance(value, int | str) else ""
-        if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,19}", text):
-            seed = -1
-        else:
-            seed = int(text)
+        seed = -1
+        if isinstance(value, str) and re.fullmatch(r"[0-9]{1,19}", value.strip()):
+            seed = int(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            seed = value
         if not 0 <= seed <= MAX_SEED:
             raise DirectiveError(
                 "kv_seed", value, f"a seed is an integer in 0..{MAX_SEED}", "Use one, such as 7."
@@ -402,36 +416,51 @@ def config_folder() -> Path:
     return Path(str(resources.files("nexus_vllm.configs")))
 
 
-def _load(source: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _load(source: object) -> Mapping[str, Any]:
     if source is None:
         return {}
-    if isinstance(source, Mapping):
-        return source
-    text, name = source, "the inline JSON"
-    if not source.lstrip().startswith("{"):
-        name = source
-        if source in presets():
-            text = (config_folder() / (source + PRESET_SUFFIX)).read_text(encoding="utf-8")
-        elif Path(source).is_file():
-            text = Path(source).read_text(encoding="utf-8")
-        else:
+    name, loaded = "the configuration", source
+    if isinstance(source, str):
+        inline = source.lstrip().startswith("{")
+        name = "the inline JSON" if inline else source
+        try:
+            text = source if inline else _read(source)
+            # YAML is a superset of JSON but reads 1e-6 as a string, so try JSON first.
+            loaded = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+        except (json.JSONDecodeError, yaml.YAMLError, OSError) as error:
+            raise ValueError(f"KV eviction: cannot read {name}: {error}") from None
+        except _NoSourceError:
             raise ValueError(
                 f"KV eviction: {source!r} is no file, no inline JSON and no preset; "
                 f"presets: {', '.join(presets())}"
-            )
-    try:
-        # YAML is a superset of JSON but reads 1e-6 as a string, so try JSON first.
-        loaded = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"KV eviction: cannot read {name}: {error}") from None
-    if loaded is None:
-        return {}
+            ) from None
+        except Exception as error:  # PyYAML lets through what fails in it: KeyError, AttributeError
+            raise ValueError(f"KV eviction: cannot read {name}: {error!r}") from None
+        if loaded is None:
+            return {}
     if not isinstance(loaded, Mapping) or not all(isinstance(key, str) for key in loaded):
-        raise ValueError(f"KV eviction: {name} must be a mapping of settings to values")
+        raise ValueError(
+            f"KV eviction: {name} must be a mapping of settings to values, not {shown(loaded)}"
+        )
     return loaded
+
+
+class _NoSourceError(Exception):
+    """There is no such file and no such preset."""
+
+
+def _read(source: str) -> str:
+    """The text of a preset or a file."""
+    path = config_folder() / (source + PRESET_SUFFIX) if source in presets() else Path(source)
+    try:
+        if not path.is_file():
+            raise _NoSourceError
+    except OSError:  # too long for a file's name
+        raise _NoSourceError from None
+    return path.read_text(encoding="utf-8")
 
 
 def _told(error: Any) -> str:
     where = ".".join(map(str, error["loc"]))
     told = error["msg"].removeprefix("Value error, ")
-    return f"{where}={_shown(error['input'])}: {told}" if where else told
+    return f"{where}={shown(error['input'])}: {told}" if where else told

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from nexus_vllm.config import ALLOCATORS, POLICIES, Settings, presets
+from nexus_vllm.config import ALLOCATORS, POLICIES, Settings, presets, shown
 from nexus_vllm.engine.hooks import wrap
 
 CONFIG_KEY = "kv_eviction"
@@ -140,6 +140,10 @@ def _fold(args: argparse.Namespace) -> None:
         raise ValueError(f"{flag} does nothing without --kv-eviction {{{','.join(POLICIES)}}}")
     additional = args.additional_config or {}
     if policy != "none" and (policy is not None or source is not None):
+        if not isinstance(additional, dict):
+            raise ValueError(
+                f"--additional-config {shown(additional)} must be an object to go with KV eviction"
+            )
         if additional.get(CONFIG_KEY) is not None:
             raise ValueError(
                 f"--kv-eviction and --additional-config {CONFIG_KEY!r} say the same thing twice; "

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from nexus_vllm.config import DIRECTIVE_KEYS, Directive, DirectiveError, Settings, nearest
+from nexus_vllm.config import DIRECTIVE_KEYS, Directive, DirectiveError, Settings, nearest, shown
 from nexus_vllm.engine.cli import active_settings
 from nexus_vllm.server import routes
 from nexus_vllm.server.metrics import rejected
@@ -162,7 +162,10 @@ def merge(headers: Headers, body: bytes, settings: Settings) -> tuple[bytes, Dir
     A body that is no JSON object passes as it is, for vLLM to refuse. Raises _Refusal.
     """
     asked = _from_headers(headers, settings)
-    content = _parse(body) if asked or _SUSPECT.search(body) else None
+    try:
+        content = _parse(body) if asked or _SUSPECT.search(body) else None
+    except RecursionError:  # vLLM reads it some frames further up, and may succeed there
+        raise _too_deep(asked, body) from None
     if content is None:
         return body, _directive(asked, settings)
     for key in DIRECTIVE_KEYS:
@@ -193,7 +196,7 @@ def merge(headers: Headers, body: bytes, settings: Settings) -> tuple[bytes, Dir
                 DirectiveError(
                     _header_name(key),
                     asked[key],
-                    f"the body's vllm_xargs say {key}={xargs[key]!r}",
+                    f"the body's vllm_xargs say {key}={shown(xargs[key])}",
                     "Send one of the two, or the same value in both.",
                 ),
                 "conflict",
@@ -211,7 +214,10 @@ def merge(headers: Headers, body: bytes, settings: Settings) -> tuple[bytes, Dir
     if asked.keys() <= xargs.keys():
         return body, directive
     content["vllm_xargs"] = {**asked, **xargs}
-    return json.dumps(content, separators=(",", ":")).encode(), directive
+    try:
+        return json.dumps(content, separators=(",", ":")).encode(), directive
+    except RecursionError:
+        raise _too_deep(asked, body) from None
 
 
 def _from_headers(headers: Headers, settings: Settings) -> dict[str, str]:
@@ -220,22 +226,20 @@ def _from_headers(headers: Headers, settings: Settings) -> dict[str, str]:
     for name, value in headers.items():
         if not name.startswith(PREFIX):
             continue
-        shown = "-".join(
+        told = "-".join(
             part.upper() if part in ("x", "kv") else part.title() for part in name.split("-")
         )
         if name not in HEADERS:
-            remedy = nearest(shown, [_header_name(key) for key in DIRECTIVE_KEYS])
-            raise _Refusal(DirectiveError(shown, value, "no such header", remedy))
+            remedy = nearest(told, [_header_name(key) for key in DIRECTIVE_KEYS])
+            raise _Refusal(DirectiveError(told, value, "no such header", remedy))
         key = HEADERS[name]
         if key in asked:
-            raise _Refusal(
-                DirectiveError(shown, value, f"it came before as {asked[key]!r}", "Send it once."),
-                "repeated",
-            )
+            limit = f"it came before as {shown(asked[key])}"
+            raise _Refusal(DirectiveError(told, value, limit, "Send it once."), "repeated")
         try:
             settings.directive({key: value})
         except DirectiveError as error:
-            raise _Refusal(DirectiveError(shown, value, error.limit, error.remedy)) from None
+            raise _Refusal(DirectiveError(told, value, error.limit, error.remedy)) from None
         asked[key] = value
     return asked
 
@@ -247,10 +251,18 @@ def _directive(xargs: Mapping[str, Any], settings: Settings) -> Directive:
         raise _Refusal(error) from None
 
 
+def _too_deep(asked: Mapping[str, str], body: bytes) -> _Refusal:
+    field, value = "body", body[:80].decode(errors="replace")
+    for key in asked:
+        field, value = _header_name(key), asked[key]
+    limit = "the body is nested too deeply to look for directives"
+    return _Refusal(DirectiveError(field, value, limit, "Send a flatter one."), "body")
+
+
 def _parse(body: bytes) -> dict[str, Any] | None:
     try:
         content = json.loads(body)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     return content if isinstance(content, dict) else None
 

@@ -84,7 +84,7 @@ def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         )
     running = Server(f"http://127.0.0.1:{port}", model_path)
     try:
-        _wait(running, process, log)
+        wait_until_up(running, process, log)
         yield running
     finally:
         os.killpg(process.pid, signal.SIGTERM)
@@ -95,7 +95,7 @@ def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         print(log.read_text()[-3000:], file=sys.stderr)
 
 
-def _wait(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_up(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
     end = time.monotonic() + START_TIMEOUT
     while time.monotonic() < end:
         if process.poll() is not None:

@@ -147,6 +147,7 @@ def test_overrides_win_and_none_means_not_given() -> None:
         ({"window": True}, ["window=True"]),
         ({"n": 2.5}, ["n=2.5"]),
         ({"lambda": float("nan")}, ["lambda=nan"]),
+        ({"lam": 0.1, "lambda": 0.2}, ["lam=0.1", "lambda=0.2", "twice"]),
         ({"temperature": -1}, ["temperature=-1", "0"]),
         ({"policy": "nexsu"}, ["nexsu", "nexus"]),
         ({"policy": "none"}, ["none", "full"]),

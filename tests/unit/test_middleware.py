@@ -169,7 +169,7 @@ async def test_other_paths_and_methods_pass_untouched(client: httpx.AsyncClient)
     assert (await client.get(PATHS[0], headers=headers)).status_code == 405
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe\x00", b'{"kv_budget": nul}', b"[" * 10_000])
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe\x00", b'{"kv_budget": nul}'])
 async def test_invalid_json_is_left_to_vllm(body: bytes) -> None:
     seen = await asgi(body, headers={"X-KV-Budget": "512"})
     assert seen.body == body
