@@ -45,6 +45,7 @@ from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.units import Holding
 from nexus_vllm.engine.window import LayerWindow, recording, ring_rows
 from nexus_vllm.plan import Eviction
+from nexus_vllm.profile import ModelFacts, Profile
 
 BLOCK = 32
 LAYERS = 2
@@ -53,6 +54,15 @@ LONGEST = 2048
 """`max_model_len`."""
 CPU = torch.device("cpu")
 TOKEN, POSITION, RELEASED = 0, 1, 2
+PROFILE = Profile(
+    ModelFacts("stand-in", LAYERS, HEADS, 2),
+    "random",
+    {},
+    BLOCK,
+    (0.2, 0.6),
+    torch.tensor([[[0.1, 0.4], [0.0, 0.3]], [[0.5, 1.0], [0.2, 0.7]]]),
+)
+"""What `lu` deals by."""
 PIPELINES = [(False, 1), (False, 2), (True, 2), (True, 3)]
 """Whether scheduling is asynchronous, and batches in flight: without a pipeline and with one."""
 
@@ -74,10 +84,10 @@ class Memory:
             Layer(
                 index,
                 cache,
-                KeyLayout.of(torch.arange(BLOCK * 2).view(BLOCK, 2)),
-                1.0,
+                KeyLayout.of(torch.arange(BLOCK)[:, None] * 4 + torch.arange(2)),
+                1e-6,
                 2,
-                LayerWindow(1, 1, 1, 2, torch.float32, CPU),
+                LayerWindow(slots, rows, HEADS, 2, torch.float32, CPU),
             )
             for index, cache in enumerate(self.cache)
         ]
@@ -126,6 +136,8 @@ class Memory:
         fresh = set(eviction.kept_pages) - set(eviction.pages)
         own = "private pages" if eviction.released else "in place"
         self.seen["copied out" if fresh else own] += 1
+        self.seen[f"evicted by {eviction.policy}"] += 1
+        self.seen[f"allocated by {eviction.allocator}"] += 1
         assert not self.hashed() & set(eviction.kept_pages), "I3: a fill into a published page"
         kept = sorted(set(eviction.kept_pages))
         others = torch.tensor([p for p in range(len(self.cache[0])) if p not in kept])
@@ -135,7 +147,7 @@ class Memory:
         else:
             self.seen["uneven"] += 1
             policy = self.evictor.policies[eviction.policy]
-            allocator = allocators.make(eviction.allocator)
+            allocator = allocators.make(eviction.allocator, PROFILE)
             _, origin = self.uneven.evict(sequence, eviction, policy, allocator)
         for cache, was in zip(self.cache, before, strict=True):
             assert torch.equal(cache[others], was), (
@@ -174,6 +186,9 @@ class Memory:
             new = recording(starts, ends, slots, self.ring.shape[1], CPU)
             assert new is not None
             self.ring.view(-1)[new.target] = new.taken(positions)
+            queries = facts[:, None, :RELEASED].repeat(1, HEADS, 1)
+            for layer in self.evictor.layers:
+                layer.window.record(queries, new)
 
     def check_window(self, request: Request, computed: int) -> None:
         """What attention would read before this step is what it should: every live block, once."""

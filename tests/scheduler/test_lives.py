@@ -9,6 +9,7 @@ NEXUS_EVENTS (default 1,500; fewer may not meet every case, which fails) and NEX
 choose the run. A failure names seed and event.
 """
 
+import itertools
 import os
 import random
 from collections import Counter
@@ -19,6 +20,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from nexus_vllm import allocators, policies
 from nexus_vllm.engine import compat
 
 from .simulation import BLOCK, LONGEST, PIPELINES, Simulation, answer
@@ -52,15 +54,19 @@ EXPECTED = {
     "in place",
     "private pages",
     "uneven",
+    *(f"evicted by {name}" for name in policies.names()),
+    *(f"allocated by {name}" for name in allocators.names()),
 }
 
 
 class World:
     """A scheduler over a small pool, and what happens there."""
 
-    def __init__(self, model: Path, draw: random.Random, seen: Counter[str]) -> None:
+    def __init__(
+        self, model: Path, draw: random.Random, seen: Counter[str], pipeline: tuple[bool, int]
+    ) -> None:
         self.draw, self.seen = draw, seen
-        asynchronous, depth = draw.choice(PIPELINES)
+        asynchronous, depth = pipeline
         self.pages = draw.choice([draw.randint(4, 12), draw.randint(13, 40), draw.randint(41, 64)])
         trigger, policy = draw.choice(["budget", "pressure"]), draw.choice(["fcfs", "priority"])
         high = draw.choice([0.5, 0.9, 1.0])
@@ -87,6 +93,7 @@ class World:
                 "recency_blocks": recency,
                 "budget_floor": floor,
                 "window": draw.choice([1, 16, 40]),
+                "profile": "simulation.PROFILE",
                 "interval": draw.choice([32, 64, 160]),
                 "chunk": draw.choice([32, 96, 512]),
             },
@@ -134,13 +141,14 @@ class World:
             "priority": draw.randrange(3),
             "kv_budget": draw.choice(["full", "160", "192", "256", "20%", "70%"]),
             "kv_prefill": draw.choice(["auto", "oneshot", "streaming"]),
-            "kv_policy": draw.choice(["random", "random", "streaming-llm", "none"]),
-            "kv_allocator": draw.choice(["uniform", "uniform", "pyramid", "ada", "global"]),
+            "kv_policy": draw.choice(["random", *policies.names(), "none"]),
+            "kv_allocator": draw.choice(["uniform", *allocators.names()]),
         }
         if draw.random() < 0.3:
             wanted["stops"] = draw.sample(range(1000, 2000), 60)
-        if draw.random() < 0.2:
-            wanted |= {"session": f"s{len(self.sim.requests)}"}
+        if draw.random() < 0.35:
+            # Short turns, and below few early ones: else the next is there before one ends.
+            wanted |= {"session": f"s{len(self.sim.requests)}", "max_tokens": draw.randint(1, 60)}
         siblings = 1 if "session" in wanted or draw.random() < 0.8 else draw.randint(2, 4)
         try:
             ids = [self.sim.add(prompt[:most], **wanted) for _ in range(siblings)]
@@ -158,9 +166,9 @@ class World:
             self.sessions.discard(session)
             return
         waits = request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
-        if not waits and (request.streaming_queue or draw.random() < 0.8):
+        if not waits and (request.streaming_queue or draw.random() < 0.95):
             return
-        if request.num_tokens + request.max_tokens > LONGEST_SESSION or draw.random() < 0.1:
+        if request.num_tokens + request.max_tokens > LONGEST_SESSION or draw.random() < 0.15:
             over = Request(session, [1], request.sampling_params, None, resumable=False)
             self.scheduler.add_request(over)
             self.seen["session closed"] += 1
@@ -251,8 +259,10 @@ def live(model: Path, seed: int, events: int) -> Counter[str]:
     Raises AssertionError that says how to see the same failure again.
     """
     seen: Counter[str] = Counter()
-    for first in range(0, events, EVENTS_PER_WORLD):
-        world = World(model, random.Random(f"{seed}/{first}"), seen)
+    # By turns, or a short run of few worlds misses one now and then.
+    worlds = zip(range(0, events, EVENTS_PER_WORLD), itertools.cycle(PIPELINES), strict=False)
+    for first, pipeline in worlds:
+        world = World(model, random.Random(f"{seed}/{first}"), seen, pipeline)
         end = min(events, first + EVENTS_PER_WORLD)
         for event in range(first, end + 1):
             try:

@@ -63,6 +63,26 @@ def test_a_session_that_goes_on_has_computed_its_window(
 
 
 @BOTH
+def test_a_resumed_sequence_is_shrunk_once_it_has_computed_its_window(
+    model_path: Path, asynchronous: bool
+) -> None:
+    """Not by queries from before its preemption: most of it is found in the cache again."""
+    sim = Simulation(model_path, pages=41, asynchronous=asynchronous, knobs=PRESSURE)
+    request_id = sim.add(prompt(800), max_tokens=300, kv_budget="128")
+    while sim.requests[request_id].num_computed_tokens < 803:
+        sim.step()
+    sim.scheduler._preempt_request(sim.scheduler.running.pop(), 0.0)
+    while sim.requests[request_id].num_computed_tokens < 803:
+        sim.step()
+    first = sim.memory.first[request_id]
+    assert first == 800
+    sim.add(prompt(900, 1))
+    while not sim.memory.history[request_id]:
+        sim.step()
+    assert sim.memory.history[request_id][0][0] >= first + sim.settings.window
+
+
+@BOTH
 def test_a_prompt_longer_than_the_pool_shrinks_on_its_way_in(
     model_path: Path, asynchronous: bool
 ) -> None:
