@@ -70,6 +70,8 @@ def validate(params: Any, settings: Settings) -> None:
 
 def scores_prompt(params: Any) -> bool:
     """Whether a request wants logprobs of its prompt, each of which must see all tokens before."""
+    if params is None:  # a pooling request
+        return False
     asked = (params.prompt_logprobs, params.prompt_logprob_token_ids)
     return any(value is not None for value in asked)
 

@@ -3,8 +3,6 @@
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -75,13 +73,12 @@ class RunnerV1(_AnyRunner):
         at the end of each chunk, drops it, and sets the generator back by an offset that a CPU's
         does not have. Remove when it sets that back some other way.
         """
-        batch = self._runner.input_batch
-        dropped = np.nonzero(self._runner.discard_request_mask.np[: batch.num_reqs])[0].tolist()
-        kept = {row: batch.generators.pop(row) for row in dropped if row in batch.generators}
+        generators, dropped = self._runner.input_batch.generators, self._runner.discard_request_mask
+        kept = {row: generators.pop(row) for row in list(generators) if dropped.np[row]}
         try:
             yield
         finally:
-            batch.generators.update(kept)
+            generators.update(kept)
 
 
 class RunnerV2(_AnyRunner):

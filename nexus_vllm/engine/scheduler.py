@@ -153,7 +153,7 @@ class EvictionSchedulerMixin(Scheduler):
                 request.max_tokens,
                 self.eviction,
                 self._usable,
-                self._scores_prompt(request),
+                scores_prompt(request.sampling_params),
             )
         except DirectiveError as error:  # as above: it must not wait forever
             logger.error("%s: %s The largest budget applies.", request.request_id, error)
@@ -275,7 +275,7 @@ class EvictionSchedulerMixin(Scheduler):
             # The newest queries must have been computed, not found in the prefix cache.
             if hold is None or first is None or computed - first < self.eviction.window:
                 continue
-            if computed < request.num_prompt_tokens and self._scores_prompt(request):
+            if computed < request.num_prompt_tokens and scores_prompt(request.sampling_params):
                 continue
             excess = hold.plan.target(computed) - hold.released
             if excess > 0 and not self._has_computed_all(request):
@@ -310,10 +310,6 @@ class EvictionSchedulerMixin(Scheduler):
         """Whether nothing will attend any more: the last token is sampled, but never computed."""
         last = request.num_prompt_tokens + request.max_tokens - 1
         return not request.resumable and request.num_computed_tokens >= last
-
-    @staticmethod
-    def _scores_prompt(request: "Request") -> bool:
-        return request.sampling_params is not None and scores_prompt(request.sampling_params)
 
     def _book_eviction(self, eviction: Eviction) -> None:
         ledger, freed = self.ledgers[eviction.request_id], eviction.target - eviction.released

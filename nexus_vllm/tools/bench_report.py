@@ -53,11 +53,15 @@ def pool_blocks(tokens: int, block_size: int) -> int:
 
 def kv_bytes_per_token(config: Mapping[str, Any], element: int) -> int:
     """Keys and values of one token in all layers, from a model's config.json."""
-    heads: int = config["num_attention_heads"]
-    kv_heads: int = config.get("num_key_value_heads") or heads
-    head_dim: int = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads: int = config.get("num_key_value_heads") or config["num_attention_heads"]
     layers: int = config["num_hidden_layers"]
-    return 2 * layers * kv_heads * head_dim * element
+    return 2 * layers * kv_heads * head_size(config) * element
+
+
+def head_size(config: Mapping[str, Any]) -> int:
+    """Numbers of a head's key, from a model's config.json."""
+    size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return size
 
 
 def kv_gib(config: Mapping[str, Any], tokens: int) -> int:
@@ -83,9 +87,8 @@ def weight_elements(folder: Path, tied: bool) -> int:
 def scoring_flop(config: Mapping[str, Any], window: int, tokens: int) -> int:
     """Operations that multiply `window` queries with `tokens` keys, in all layers and heads."""
     heads: int = config["num_attention_heads"]
-    head_dim: int = config.get("head_dim") or config["hidden_size"] // heads
     layers: int = config["num_hidden_layers"]
-    return 2 * layers * heads * head_dim * window * tokens
+    return 2 * layers * heads * head_size(config) * window * tokens
 
 
 def ideal_seconds(weight_bytes: float, kv_bytes: float, bandwidth: float) -> float:
