@@ -27,7 +27,7 @@ from .simulation import BLOCK, LONGEST, PIPELINES, Simulation, answer
 
 EVENTS = int(os.environ.get("NEXUS_EVENTS", "1500"))
 SEED = int(os.environ.get("NEXUS_SEED", "0"))
-EVENTS_PER_WORLD = 150
+EVENTS_PER_WORLD = max(150, EVENTS // 2500)  # a world's end costs a thousand steps
 MOST_REQUESTS = 8
 LONGEST_SESSION = 1500
 
