@@ -23,6 +23,7 @@ done
 cd "$root"
 mkdir -p "$out"
 python=${PYTHON:-.venv/bin/python}
+cores=$(nproc) # before the next line, which it heeds
 export OMP_NUM_THREADS=1 # as many tests as cores; each has small tensors only
 
 # One test: its name, the variables that choose the run, how many events, what pytest is to run.
@@ -51,7 +52,7 @@ fi
 
 rm -f "$out"/*.row
 for test in "${tests[@]}"; do
-  while (($(jobs -rp | wc -l) >= $(nproc))); do wait -n; done
+  while (($(jobs -rp | wc -l) >= cores)); do wait -n; done
   IFS=';' read -r name choice count what <<<"$test"
   # shellcheck disable=SC2086 # a path and options
   run "$name" "$choice" "$count" $what &
