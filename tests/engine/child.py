@@ -254,6 +254,9 @@ class Host:
         return Result(
             id=name,
             completions=completions,
+            prompt_logprobs=by_token(output.prompt_logprobs[1:])
+            if output is not None and output.prompt_logprobs
+            else None,
             cached_tokens=output.num_cached_tokens if output is not None else None,
             kv_transfer_params=output.kv_transfer_params if output is not None else None,
             held_blocks=list(self.held.get(name, ())),
@@ -329,16 +332,17 @@ class Host:
 
 def completion_of(output: Any) -> Completion:
     """A copy: vLLM goes on with the lists of its own."""
-    logprobs = None
-    if output.logprobs is not None:
-        logprobs = [{i: told.logprob for i, told in row.items()} for row in output.logprobs]
     return Completion(
         tokens=list(output.token_ids),
         text=output.text,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
-        logprobs=logprobs,
+        logprobs=None if output.logprobs is None else by_token(output.logprobs),
     )
+
+
+def by_token(logprobs: Any) -> list[dict[int, float]]:
+    return [{i: told.logprob for i, told in row.items()} for row in logprobs]
 
 
 def qualified_name(thing: object) -> str:

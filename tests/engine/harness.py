@@ -75,6 +75,7 @@ class Result:
 
     id: str
     completions: list[Completion]  # one, or n; those that have begun
+    prompt_logprobs: list[dict[int, float]] | None  # by token id, for each token but the first
     cached_tokens: int | None
     kv_transfer_params: dict[str, Any] | None
     held_blocks: list[int]  # after each step, while the request holds a page row

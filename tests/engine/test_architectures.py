@@ -1,5 +1,6 @@
 """I7 for other models: architectures, query heads per KV head, head sizes; I1 in 16 bits.
 
+Then, on the same engines, options and features that must change nothing.
 The models are random and tiny. The reference is transformers, its attention under a mask made of
 what the engine says it kept.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from . import probes, tiny
 from .conftest import NEXUS
-from .harness import MODES, Engine, Mode, Request
+from .harness import MODES, Engine, Mode, Request, Result
 from .reference import Eviction, attend, causal
 from .test_uneven import visibility
 
@@ -67,9 +68,9 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
     ) -> Engine:
         key = (mode, nexus is None)
         if key in running:
-            running[key].restart(model, nexus, **OPTIONS, **options)
+            running[key].restart(model, nexus, **{**OPTIONS, **options})
         else:
-            running[key] = Engine(mode, model, nexus, **OPTIONS, **options)
+            running[key] = Engine(mode, model, nexus, **{**OPTIONS, **options})
         return running[key]
 
     yield serve
@@ -106,6 +107,14 @@ class Reference:
         return logits
 
 
+def evicted(prompt: list[int], logits: bool = False, **params: Any) -> Request:
+    """With `kv_...` among the parameters for the directive."""
+    directive = {key: params.pop(key) for key in list(params) if key.startswith("kv_")}
+    directive = {"kv_budget": 128, "kv_allocator": "uniform", "kv_seed": 1, **directive}
+    params = {"max_tokens": DECODED, **params, "extra_args": directive}
+    return Request(prompt, params, logits=logits)
+
+
 def by_head(trace: list[Eviction]) -> list[Eviction]:
     """Kept sets of layers as those of all of a layer's KV heads."""
     return [
@@ -137,30 +146,29 @@ def test_logits_equal_masked_attention(
     folder = save(tmp_path / "model", model_type, group, head_size)
     engine = engine_of(mode, folder)
     requests = [
-        Request(
-            tiny.tokens(PROMPT, seed),
-            {
-                "max_tokens": DECODED,
-                "extra_args": {"kv_budget": 128, "kv_allocator": allocator, "kv_seed": 1},
-            },
-            logits=True,
-        )
+        evicted(tiny.tokens(PROMPT, seed), logits=True, kv_allocator=allocator)
         for seed, allocator in enumerate(("uniform", "global", "ada"))
     ]
     reference = Reference(folder)
     for request, result in zip(requests, engine.generate(requests), strict=True):
-        trace = engine.do(probes.trace, result.id)
-        assert len(trace) >= 2
-        uneven = request.params["extra_args"]["kv_allocator"] != "uniform"
-        assert {event.kept.dim() for event in trace} == {3 if uneven else 2}
-        ids = [*request.prompt, *result.tokens]
-        expected = reference.logits(ids, visibility(len(ids), by_head(trace), group))
-        assert result.logits is not None
-        # The comparison can tell what was forgotten from what was not.
-        full = reference.logits(ids, None)
-        difference = (full - expected)[PROMPT:].abs().amax(-1)
-        assert difference.median() > 100 * TOLERANCE
-        torch.testing.assert_close(result.logits, expected[PROMPT - 1 : -1], atol=TOLERANCE, rtol=0)
+        check_against_reference(engine, reference, request, result, group)
+
+
+def check_against_reference(
+    engine: Engine, reference: Reference, request: Request, result: Result, group: int
+) -> None:
+    trace = engine.do(probes.trace, result.id)
+    assert len(trace) >= 2
+    uneven = request.params["extra_args"]["kv_allocator"] != "uniform"
+    assert {event.kept.dim() for event in trace} == {3 if uneven else 2}
+    ids = [*request.prompt, *result.tokens]
+    expected = reference.logits(ids, visibility(len(ids), by_head(trace), group))
+    assert result.logits is not None
+    # The comparison can tell what was forgotten from what was not.
+    full = reference.logits(ids, None)
+    difference = (full - expected)[PROMPT:].abs().amax(-1)
+    assert difference.median() > 100 * TOLERANCE
+    torch.testing.assert_close(result.logits, expected[PROMPT - 1 : -1], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -180,3 +188,93 @@ def test_i1_a_sufficient_budget_changes_no_bit_in_16_bits(
         assert expected.logits is not None
         assert torch.equal(result.logits, expected.logits)
         assert ours.do(probes.trace, result.id) == []
+
+
+def test_gemma_3_with_its_sliding_window_switched_off(
+    engine_of: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """Every other layer has one otherwise, as `fail_closed[gemma_3]` says."""
+    folder = tiny.save(
+        tmp_path / "model",
+        "gemma3_text",
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=512,
+        query_pre_attn_scalar=64,  # the head size
+    )
+    engine = engine_of(MODES[0], folder, disable_sliding_window=True)
+    request = evicted(tiny.tokens(PROMPT, 1), logits=True)
+    (result,) = engine.generate([request])
+    check_against_reference(engine, Reference(folder), request, result, group=2)
+
+
+@pytest.mark.parametrize("mode", [MODES[0], MODES[-1]], ids=str)
+def test_prompt_logprobs_are_those_of_stock_through_chunks_and_preemption(
+    engine_of: Callable[..., Engine], tmp_path: Path, mode: Mode
+) -> None:
+    folder = save(tmp_path / "model", "llama", 3, 64)
+    prompt = tiny.tokens(224, 1)
+    plain = Request(prompt, {"max_tokens": 60, "prompt_logprobs": 2})
+    (expected,) = engine_of(MODES[0], folder, None).generate([plain])
+
+    scored = evicted(prompt, max_tokens=60, prompt_logprobs=2)
+    engine = engine_of(mode, folder)
+    for _ in range(2):  # the second time the prompt is in the prefix cache
+        (undisturbed,) = engine.generate([scored])
+        assert len(engine.do(probes.trace, undisturbed.id)) >= 2
+        assert_same_scores(undisturbed, expected)
+
+    small = {"num_gpu_blocks_override": 13, "max_num_batched_tokens": 96, "max_model_len": 320}
+    engine = engine_of(mode, folder, **small)
+    other = engine.add(Request(tiny.tokens(150, 2), {"max_tokens": 40}))
+    # In its third step from here it needs another page, and so does the prompt's third chunk.
+    while engine.step().requests[other].num_computed_tokens < 158:
+        pass
+    name, computed = engine.add(scored), 0
+    while (now := engine.step().requests[name]).status != "PREEMPTED":
+        computed = now.num_computed_tokens
+    assert 0 < computed < len(prompt)
+    engine.run()
+    (result,) = engine.results(name)
+    assert result.tokens == undisturbed.tokens
+    assert_same_scores(result, expected)
+
+
+def assert_same_scores(result: Result, expected: Result) -> None:
+    assert result.prompt_logprobs is not None
+    assert expected.prompt_logprobs is not None
+    assert len(expected.prompt_logprobs) == 223
+    for row, other in zip(result.prompt_logprobs, expected.prompt_logprobs, strict=True):
+        assert row == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", [MODES[0], MODES[-1]], ids=str)
+def test_without_prefix_caching_or_chunked_prefill_the_same_is_kept(
+    engine_of: Callable[..., Engine], tmp_path: Path, mode: Mode
+) -> None:
+    folder = save(tmp_path / "model", "llama", 3, 64)
+    prompt = tiny.tokens(PROMPT, 1)
+    requests = [
+        evicted(prompt),
+        evicted([*prompt[:100], *tiny.tokens(130, 2)], kv_allocator="global"),
+        evicted(tiny.tokens(330, 3), kv_prefill="streaming"),
+        evicted(prompt[:200], kv_policy="random"),
+    ]
+    found = []
+    for options in ({}, {"enable_prefix_caching": False}, {"enable_chunked_prefill": False}):
+        engine = engine_of(mode, folder, **options)
+        engine.generate(requests[:1])
+        results = engine.generate(requests)
+        found.append([(r.tokens, kept_sets(engine, r)) for r in results])
+        assert all(len(kept) >= 2 for _, kept in found[-1])
+        caching = options.get("enable_prefix_caching", True)
+        cached = [192, 96, 0, 160] if caching else [0, 0, 0, 0]
+        assert [result.cached_tokens for result in results] == cached
+        state = engine.state()
+        assert state.free_blocks == state.pool_blocks
+        assert (state.hashed_blocks > 0) == caching
+    assert found[0] == found[1] == found[2]
+
+
+def kept_sets(engine: Engine, result: Result) -> list[tuple[int, Any]]:
+    trace = engine.do(probes.trace, result.id)
+    return [(event.num_computed, event.kept.sort(-1).values.tolist()) for event in trace]

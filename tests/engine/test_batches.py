@@ -41,6 +41,24 @@ def test_i1_a_sufficient_budget_changes_no_bit(nexus: Engine, stock: Engine) -> 
         assert nexus.do(probes.trace, result.id) == []
 
 
+def test_i1_a_prompt_shorter_than_sink_and_recency_is_left_alone(
+    nexus: Engine, stock: Engine
+) -> None:
+    """Three blocks are always kept, and the smallest budget is four."""
+    plain = Request(prose(stock, 20), {"max_tokens": 16}, logits=True)
+    (expected,) = stock.generate([plain])
+    params = {**plain.params, "extra_args": {"kv_budget": 128}}
+    (result,) = nexus.generate([Request(plain.prompt, params, logits=True)])
+    assert result.tokens == expected.tokens
+    assert result.logits is not None
+    assert expected.logits is not None
+    assert torch.equal(result.logits, expected.logits)
+    assert result.held_blocks == expected.held_blocks
+    assert nexus.do(probes.trace, result.id) == []
+    assert statistics(result)["budget_tokens"] == 128
+    assert statistics(result)["evicted_blocks"] == 0
+
+
 def shared_prefix_requests(engine: Engine) -> list[Request]:
     """Ten prompts with 200 tokens in common; every second one is evicted."""
     requests = []

@@ -17,6 +17,9 @@ from torch import Tensor
 from . import probes, tiny
 from .conftest import NEXUS
 from .harness import Completion, Engine, Engines, Mode, Request, Result, State
+from .reference import Llama
+from .test_architectures import by_head
+from .test_uneven import visibility
 
 CONTEXT = 512
 EOS = 2
@@ -325,3 +328,69 @@ def test_sleep_that_aborts_returns_all_pages(tight: Engine) -> None:
     again = tight.generate(interruptible())
     for result, before in zip(again, expected, strict=True):
         assert_same(tight, result, before)
+
+
+def test_logits_equal_masked_attention_after_a_prefix_hit_and_evictions(
+    tight: Engine, tiny_llama: Path
+) -> None:
+    """I7 where a sequence begins with pages of another one, which itself was evicted."""
+    first = prompt_of(300, 40)
+    tight.generate([ask(first)])
+    allocators = ("uniform", "global")
+    requests = [
+        ask([*first[:260], *prompt_of(160, seed)[100:]], logits=True, max_tokens=80, **directive)
+        for seed, directive in enumerate({"kv_allocator": each} for each in allocators)
+    ]
+    llama = Llama.load(tiny_llama)
+    group = llama.num_heads // llama.num_kv_heads
+    for request, result in zip(requests, tight.generate(requests), strict=True):
+        assert result.cached_tokens == 256
+        trace = tight.do(probes.trace, result.id)
+        assert len(trace) >= 3
+        ids = [*request.prompt, *result.tokens]
+        rows = slice(len(request.prompt) - 1, len(ids) - 1)
+        expected = llama.logits(ids, visibility(len(ids), by_head(trace), group), rows)
+        assert result.logits is not None
+        torch.testing.assert_close(result.logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "global"])
+def test_turns_of_a_chat_are_answered_as_if_nothing_had_been_cached(
+    tight: Engine, allocator: str
+) -> None:
+    """Each prompt holds the one before, its answer, most of it evicted by then, and new text."""
+    prompt, turns, results = prompt_of(230, 50), [], []
+    for seed in range(3):
+        turns.append(ask(prompt, kv_allocator=allocator))
+        results += tight.generate(turns[-1:])
+        prompt = [*prompt, *results[-1].tokens, *tiny.tokens(50, 51 + seed, 49152)]
+    # The pages of the prompt before were published, those of its answer never.
+    assert [result.cached_tokens for result in results] == [0, 224, 320]
+    for turn, result in zip(turns, results, strict=True):
+        assert len(tight.do(probes.trace, result.id)) >= 2
+        tight.reset_prefix_cache()
+        (fresh,) = tight.generate([turn])
+        assert fresh.cached_tokens == 0
+        assert_same(tight, result, fresh)
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "global"])
+def test_a_sequence_preempted_after_evictions_goes_on_as_if_nothing_had_been(
+    tight: Engine, allocator: str
+) -> None:
+    request = ask(prompt_of(230, 60), max_tokens=240, kv_allocator=allocator)
+    (undisturbed,) = tight.generate([request])
+    tight.reset_prefix_cache()
+    # At their ends these two hold 32 pages of the 36.
+    prompts = [tiny.tokens(300, seed, 49152) for seed in (61, 62)]
+    others = [tight.add(ask(each, "full", max_tokens=None)) for each in prompts]
+    while min(tight.step().requests[each].num_computed_tokens for each in others) < 300:
+        pass
+    name = tight.add(request)
+    while tight.step().requests[name].status != "PREEMPTED":
+        evictions = len(tight.do(probes.trace, name))
+    assert evictions >= 3
+    tight.run()
+    (result,) = tight.results(name)
+    assert result.preemptions >= 1
+    assert_same(tight, result, undisturbed)
