@@ -161,7 +161,7 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
             sliding,
             f"the model has layers with a sliding window of {window} tokens",
             "every layer must be plain full attention",
-            without,
+            f"pass --disable-sliding-window, for contexts no longer than that, or {without}",
         ),
         (
             model.attention_chunk_size is not None,

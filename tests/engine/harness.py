@@ -151,6 +151,17 @@ def shim_environment(mode: Mode) -> dict[str, str]:
     }
 
 
+def child_environment(mode: Mode) -> dict[str, str]:
+    """All variables of a child process that hosts an engine."""
+    shims = shim_environment(mode)
+    # The folder that this package was imported from, so that the child finds the tests' functions
+    # under the names they are pickled with.
+    root = str(HERE.parents[(__package__ or "engine").count(".")])
+    inherited = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(filter(None, (shims["PYTHONPATH"], root, inherited)))
+    return {**os.environ, **shims, "PYTHONPATH": path}
+
+
 def engine_options(model: Path | str, options: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {
         "enforce_eager": True,
@@ -189,17 +200,11 @@ class Engine:
         self._folder = Path(tempfile.mkdtemp(prefix=f"engine-{mode}-"))
         self._log = self._folder / "log"
         environment = {
-            **os.environ,
+            **child_environment(mode),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             **({"VLLM_PLUGINS": ""} if nexus is None else {}),
-            **shim_environment(mode),
             **(env or {}),
         }
-        # The folder that this package was imported from, so that the child finds the tests'
-        # functions under the names they are pickled with.
-        root = HERE.parents[(__package__ or "engine").count(".")]
-        inherited = os.environ.get("PYTHONPATH", "")
-        environment["PYTHONPATH"] += f"{os.pathsep}{root}{os.pathsep}{inherited}".rstrip(os.pathsep)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", f"{__package__}.child", str(theirs.fileno())]
         with self._log.open("wb") as log:

@@ -30,6 +30,7 @@ from .harness import Mode
 pytestmark = pytest.mark.engine
 MODE = Mode("v1", "sync")
 WITHOUT = "Remedy: serve this model without --kv-eviction."
+SHORTER = "Remedy: pass --disable-sliding-window, for contexts no longer than that, or serve this"
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,6 +57,15 @@ MODELS: dict[str, dict[str, Any]] = {
         **LLAMA,
         "sliding_window": 96,
         "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma_3": {
+        **LLAMA,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 80,
+        "sliding_window_pattern": 2,
     },
     "deepseek": {
         **LLAMA,
@@ -416,6 +426,11 @@ def interleaved_sliding_window() -> None:
 
 
 @scenario
+def gemma_3() -> None:
+    configure("gemma_3")
+
+
+@scenario
 def sliding_window_switched_off() -> Any:
     config = configure("interleaved", disable_sliding_window=True, max_model_len=96)
     return config.scheduler_config.scheduler_cls
@@ -695,12 +710,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    inherited = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
-    shims = harness.shim_environment(MODE)
-    root = harness.HERE.parents[(__package__ or "engine").count(".")]
-    asked = os.environ.get("PYTHONPATH", "")
-    shims["PYTHONPATH"] += f"{os.pathsep}{root}{os.pathsep}{asked}".rstrip(os.pathsep)
-    return {**inherited, **shims, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = harness.child_environment(MODE)
+    environment.pop("VLLM_PLUGINS", None)
+    return {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -888,13 +900,19 @@ def test_a_policy_that_raises_ends_its_request_only(outcomes: Outcomes) -> None:
             "sliding_window",
             "the model has layers with a sliding window of 64 tokens",
             "every layer must be plain full attention",
-            WITHOUT,
+            SHORTER,
         ),
         (
             "interleaved_sliding_window",
             "the model has layers with a sliding window of 96 tokens",
             "every layer must be plain full attention",
-            WITHOUT,
+            SHORTER,
+        ),
+        (
+            "gemma_3",
+            "the model has layers with a sliding window of 80 tokens",
+            "every layer must be plain full attention",
+            SHORTER,
         ),
         (
             "sliding_window_unpredicted",

@@ -72,8 +72,12 @@ def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
     # As scripts/serve.sh does it, but without touching the environment the tests run in.
-    options = ["--port", str(port), "--max-num-seqs", "16"]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2"}
+    options = ["--port", str(port), "--max-num-seqs", "16", "--trust-request-chat-template"]
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_ENABLE_RESPONSES_API_STORE": "1",
+    }
     with log.open("w") as sink:
         process = subprocess.Popen(
             [ROOT / "scripts" / "serve.sh", *options],

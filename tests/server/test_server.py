@@ -35,6 +35,16 @@ def eviction(reply: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
+def record_of(server: Server, response_id: str) -> dict[str, Any]:
+    """Of the one sequence of a request that may not have ended yet."""
+    path, deadline = f"/kv_eviction/requests/{response_id}", time.monotonic() + 60
+    while (found := server.get(path)).status_code == 404:
+        assert time.monotonic() < deadline, found.text
+        time.sleep(0.1)
+    (record,) = found.json()["sequences"]
+    return dict(record)
+
+
 def tokens(reply: dict[str, Any]) -> list[int]:
     ids: list[int] = reply["choices"][0]["token_ids"]
     return ids
@@ -158,6 +168,7 @@ def test_header_and_body_that_disagree_are_refused(server: Server) -> None:
     assert "256" in reply.json()["error"]["message"]
 
 
+GRASS = "The grass is green. The sky is blue. The sun is yellow. " * 25
 ROUTES = {
     "/v1/completions": {"prompt": "{text}", "max_tokens": 8},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "{text}"}], "max_tokens": 8},
@@ -169,8 +180,7 @@ ROUTES = {
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_every_route_takes_headers_and_reports(server: Server, route: str, stream: bool) -> None:
-    text = "The grass is green. The sky is blue. The sun is yellow. " * 25
-    body = json.loads(json.dumps(ROUTES[route]).replace("{text}", text))
+    body = json.loads(json.dumps(ROUTES[route]).replace("{text}", GRASS))
     before = server.metric("nexus:evicted_blocks_total")
     headers = {"X-KV-Budget": "128", "X-KV-Policy": "streaming-llm", "X-KV-Prefill": "oneshot"}
     reply = server.post(route, {**body, "stream": stream}, headers)
@@ -208,13 +218,136 @@ def test_a_reply_ended_by_a_stop_string_is_told_of_in_its_record_only(
     reply = server.complete(prompt, 40, headers, stop=[text[-6:]])
     assert reply["choices"][0]["finish_reason"] == "stop"
     assert not reply["kv_transfer_params"]
-    path, deadline = f"/kv_eviction/requests/{reply['id']}", time.monotonic() + 30
-    while (found := server.get(path)).status_code == 404:
-        assert time.monotonic() < deadline, found.text
-        time.sleep(0.1)
-    (record,) = found.json()["sequences"]
+    record = record_of(server, reply["id"])
     assert record["budget_tokens"] == 256
     assert record["evicted_blocks"] >= 1000 // BLOCK - 256 // BLOCK
+
+
+def test_a_message_ended_by_a_stop_sequence_says_so_and_has_its_record(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": GRASS}], "max_tokens": 30, "temperature": 0}
+    headers = {"X-KV-Budget": "128", "X-KV-Seed": "1"}
+    whole = server.post("/v1/messages", body, headers).json()
+    text = whole["content"][0]["text"]
+    stop = text[-8:]
+    reply = server.post("/v1/messages", {**body, "stop_sequences": [stop]}, headers).json()
+    assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", stop)
+    assert reply["content"][0]["text"] == text[: text.index(stop)]
+    assert record_of(server, reply["id"])["evicted_blocks"] > 5
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_what_is_streamed_is_what_is_said_at_once(server: Server, route: str) -> None:
+    content = json.loads(json.dumps(ROUTES[route]).replace("{text}", GRASS))
+    body = {**content, "max_tokens": 50, "temperature": 0, "ignore_eos": True}
+    headers = {"X-KV-Budget": "128", "X-KV-Seed": "1"}
+    whole = server.post(route, body, headers).json()
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    reply = server.post(route, asked, headers)
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    *chunks, last = map(json.loads, lines)
+    assert last["choices"] == []
+    for key in ("prompt_tokens", "completion_tokens"):
+        assert last["usage"][key] == whole["usage"][key]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    said = "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+    (choice,) = whole["choices"]
+    assert said == (choice["text"] if "text" in choice else choice["message"]["content"])
+    told, record = eviction(whole), record_of(server, last["id"])
+    assert told["eviction_steps"] >= 2
+    assert {key: record[key] for key in told} == told
+
+
+def background(server: Server, **body: Any) -> str:
+    """A response that is computed while nobody waits for it; its id."""
+    asked = {"input": GRASS, "temperature": 0, "background": True, **body}
+    reply = server.post("/v1/responses", asked, {"X-KV-Budget": "128", "X-KV-Seed": "1"})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-kv-eviction"].startswith("policy=nexus; budget=128;")
+    assert reply.json()["status"] == "queued"
+    return str(reply.json()["id"])
+
+
+def test_a_response_in_the_background_is_evicted_and_retrieved(server: Server) -> None:
+    body = {"input": GRASS, "temperature": 0, "max_output_tokens": 40}
+    at_once = server.post("/v1/responses", body, {"X-KV-Budget": "128", "X-KV-Seed": "1"}).json()
+    path = "/v1/responses/" + background(server, max_output_tokens=40)
+    deadline = time.monotonic() + 60
+    while (reply := server.get(path).json())["status"] in ("queued", "in_progress"):
+        assert time.monotonic() < deadline, reply
+        time.sleep(0.1)
+    assert reply["status"] == at_once["status"]
+    assert reply["output"][0]["content"] == at_once["output"][0]["content"]
+    assert eviction(reply) == eviction(at_once)
+    assert eviction(reply)["evicted_blocks"] > 5
+
+
+def test_a_response_cancelled_in_the_background_gives_its_pages_back(server: Server) -> None:
+    before = server.metric("nexus:evicted_blocks_total")
+    response = background(server, max_output_tokens=4000, ignore_eos=True)
+    deadline = time.monotonic() + 60
+    while server.metric("nexus:evicted_blocks_total") == before:
+        assert time.monotonic() < deadline, "no eviction was counted"
+        time.sleep(0.1)
+    # A client may send its headers with every request; this one generates nothing.
+    reply = server.post(f"/v1/responses/{response}/cancel", {}, {"X-KV-Budget": "128"})
+    assert reply.json()["status"] == "cancelled"
+    wait_until_idle(server)
+    assert record_of(server, response)["evicted_blocks"] > 5
+
+
+def test_a_response_goes_on_from_the_one_before(server: Server) -> None:
+    """A second turn by `previous_response_id` is the conversation sent as a whole."""
+    headers = {"X-KV-Budget": "128", "X-KV-Seed": "1"}
+    common = {"temperature": 0, "max_output_tokens": 40}
+    first = server.post("/v1/responses", {**common, "input": GRASS}, headers).json()
+    assert eviction(first)["evicted_blocks"] > 5
+    question = "What colour is the sky?"
+    second = server.post(
+        "/v1/responses",
+        {**common, "input": question, "previous_response_id": first["id"]},
+        headers,
+    ).json()
+    said = first["output"][0]["content"][0]["text"]
+    conversation = [
+        {"role": "user", "content": GRASS},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": question},
+    ]
+    whole = server.post("/v1/responses", {**common, "input": conversation}, headers).json()
+    assert second["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert second["output"][0]["content"] == whole["output"][0]["content"]
+    assert eviction(second) == eviction(whole)
+    assert eviction(second)["evicted_blocks"] > eviction(first)["evicted_blocks"]
+
+
+LIKE_LLAMA_3 = (
+    "<|begin_of_text|>{% for message in messages %}<|start_header_id|>{{ message['role'] }}"
+    "<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [None, LIKE_LLAMA_3], ids=["own", "like-llama-3"])
+def test_a_chat_template_gives_the_prompt_that_it_gives_without_us(
+    server: Server, template: str | None
+) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": GRASS},
+        {"role": "assistant", "content": "I see."},
+        {"role": "user", "content": "What colour is the sky?"},
+    ]
+    body = {"messages": messages, "max_tokens": 8, "return_token_ids": True}
+    chosen = {} if template is None else {"chat_template": template}
+    reply = server.post("/v1/chat/completions", body | chosen, {"X-KV-Budget": "128"}).json()
+    assert eviction(reply)["evicted_blocks"] > 5
+    tokenizer = AutoTokenizer.from_pretrained(server.model_path)
+    prompt = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    expected = tokenizer(prompt, add_special_tokens=False).input_ids
+    assert reply["prompt_token_ids"] == expected
 
 
 def test_a_header_on_a_route_that_reads_none_is_refused(server: Server) -> None:
@@ -237,6 +370,10 @@ def test_aborted_requests_give_their_pages_back(server: Server, book: list[int])
         for count, _ in enumerate(stream):
             if count == 5:
                 break
+    wait_until_idle(server)
+
+
+def wait_until_idle(server: Server) -> None:
     deadline = time.monotonic() + 60
     while True:
         server.complete("Hello", 2, {})
