@@ -27,13 +27,18 @@ STOPS = list(range(3, 11))
 
 
 def turns(seed: int, **directive: str | int) -> list[Turn]:
-    """Five, of which the third ends at whatever comes first of some tokens."""
+    """Five, of which the third ends at whatever comes first of some tokens.
+
+    What later ones say about eviction is not read.
+    """
     lengths, answers = (150, 70, 200, 1, 90), (60, 40, 80, 45, 20)
     params = [
         {"max_tokens": count, "ignore_eos": True, "logprobs": 4, "extra_args": directive}
         for count in answers
     ]
     params[2] |= {"stop_token_ids": STOPS}
+    params[3] |= {"extra_args": {"kv_budget": "full"}}
+    params[4] |= {"extra_args": {"kv_budget": "full"}}
     return [Turn(tiny.tokens(length, 10 * seed + i), params[i]) for i, length in enumerate(lengths)]
 
 

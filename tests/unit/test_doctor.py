@@ -254,7 +254,8 @@ def test_a_model_and_options_that_would_be_refused(tmp_path: Path) -> None:
             "support",
             "the model has layers with a sliding window of 64 tokens",
             "every layer must be plain full attention",
-            "serve this model without --kv-eviction",
+            "pass --disable-sliding-window, for contexts no longer than that, or serve this model "
+            "without --kv-eviction",
         ],
         [
             "support",
