@@ -89,7 +89,9 @@ def test_every_turn_is_answered_by_masked_attention(told: Told, model: Path, nam
     llama, answers = Llama.load(model), told.answers[name]
     assert len(answers) == len(SESSIONS[name])
     # What a turn said last was never computed: it is no part of what comes after.
-    ids, rows, ends = [], [], []
+    ids: list[int] = []
+    rows: list[int] = []
+    ends: list[int] = []
     for turn, answer in zip(SESSIONS[name], answers, strict=True):
         ids += turn.prompt
         rows += range(len(ids) - 1, len(ids) + len(answer.tokens) - 1)
