@@ -275,11 +275,8 @@ class Uncounted(Healthy):
 
     def page(self) -> str:
         name = COUNTERS["evicted_blocks"]
-        return (
-            super().page().replace(f"{name} ", f"{name} 1")
-            if len(self.kept) > 100
-            else (super().page())
-        )
+        more = "1" if len(self.kept) > 100 else ""
+        return super().page().replace(f"{name} ", f"{name} {more}")
 
 
 class Unreported(Healthy):
@@ -321,14 +318,14 @@ class Endless(Healthy):
 
 
 class BreakingOff(Healthy):
-    """Streams end with an error, in a way of each route."""
+    """Streams have an error in them."""
+
+    def __init__(self, error: dict[str, Any]) -> None:
+        super().__init__()
+        self.error = error
 
     def events(self, asked: Ask) -> list[Any]:
-        error: dict[str, Any] = {"error": {"code": 500}}
-        return [
-            {"type": "response.failed"} if asked.route is RESPONSES else error,
-            *super().events(asked),
-        ]
+        return [self.error, *super().events(asked)]
 
 
 class Bare(Healthy):
@@ -354,7 +351,10 @@ FAULTY: list[tuple[Callable[[], Healthy], str]] = [
     (Deaf, "asked for random, served with nexus"),
     (Greedy, "evicted although it may keep everything"),
     (Endless, "the stream has no end"),
-    (BreakingOff, "an error within the stream"),
+    *(
+        (lambda error=error: BreakingOff(error), "an error within the stream")
+        for error in ({"error": {"code": 500}}, {"type": "error"}, {"type": "response.failed"})
+    ),
     (Bare, "no X-KV-Eviction in the reply"),
 ]
 
