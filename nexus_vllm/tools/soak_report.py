@@ -119,7 +119,7 @@ def inconsistencies(
 
     `records`: of every request that can have reached the engine, by name. `changes`: of `counters`.
     """
-    expected = Counter({"eviction_steps": 0, "evicted_blocks": 0})
+    expected: Counter[str] = Counter()
     for record in itertools.chain.from_iterable(records.values()):
         expected["eviction_steps"] += record["eviction_steps"]
         expected["evicted_blocks"] += record["evicted_blocks"]
