@@ -4,8 +4,8 @@
 #   scripts/soak.sh [nexus-vllm soak options ...]
 #
 # Writes soak.md, soak.json and the server's log to soak, or to --out DIR. Fails on any 5xx, answer
-# other than expected, page not given back, changed canary or memory that grows. --requests 150
-# --drain-every 50 takes a minute or two; the whole is 10,000.
+# other than expected, page not given back, changed canary or memory that grows. 10,000 requests,
+# unless --requests says otherwise; a short one: --requests 150 --drain-every 50.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 

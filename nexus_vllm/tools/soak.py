@@ -120,8 +120,11 @@ class Soak:
     def __init__(self, server: Server, args: argparse.Namespace) -> None:
         self.server, self.args = server, args
         self.planner = Planner(args.seed)
-        command = f"nexus-vllm soak MODEL --requests {args.requests}"
-        self.result = Result(command, server.command, args.seed)
+        given = (
+            f"--{key.replace('_', '-')} {getattr(args, key)}"
+            for key in ("requests", "concurrency", "drain_every", "seed")
+        )
+        self.result = Result(f"nexus-vllm soak MODEL {' '.join(given)}", server.command)
         self.begun = time.monotonic()
         self.pokes = 0
         self.healthy: list[tuple[str, list[dict[str, Any]]]] = []

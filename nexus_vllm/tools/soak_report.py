@@ -95,7 +95,6 @@ class Result:
 
     command: str
     server: str
-    seed: int
     tally: Counter[tuple[str, str]] = field(default_factory=Counter)  # kind, outcome
     drains: list[Drain] = field(default_factory=list)
     canaries: int = 0
@@ -213,7 +212,7 @@ def render(result: Result, warm_up: int, machine: Mapping[str, str], finished: b
         "",
         f"{machine['date']}, {machine['machine']}; {machine['versions']}.",
         "",
-        f"`{result.command}`, seed {result.seed}; server: `{result.server}`.",
+        f"`{result.command}`, server: `{result.server}`.",
         "",
         f"**{state if finished else 'stopped early, ' + state}**",
         "",

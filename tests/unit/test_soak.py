@@ -450,7 +450,7 @@ def test_the_slope_does_not_hear_single_points() -> None:
     ],
 )
 def test_memory_that_grows_after_the_warm_up_fails(rss: list[float], fails: bool) -> None:
-    result = Result("soak", "vllm serve", 1, drains=drains(*rss))
+    result = Result("soak", "vllm serve", drains=drains(*rss))
     found = verdict(result, warm_up=2000)
     assert bool(found) == fails, found
     assert all(fault.endswith(f"MiB per 1,000 requests, {GROWTH} may be") for fault in found)
@@ -460,14 +460,14 @@ def test_memory_that_grows_after_the_warm_up_fails(rss: list[float], fails: bool
 def test_memory_is_not_judged_on_few_drains() -> None:
     few = drains(*(100.0 * index for index in range(FEWEST_DRAINS + 1)))
     assert growth(few, warm_up=2000) is None
-    assert "not judged" in render(Result("soak", "vllm", 1, drains=few), 2000, MACHINE, True)
+    assert "not judged" in render(Result("soak", "vllm", drains=few), 2000, MACHINE, True)
     assert growth(few, warm_up=1000) == {"Worker": 100.0}
 
 
 def test_a_process_that_appears_fails() -> None:
     told = drains(1, 1)
     told[1].memory["python3"] = {"rss": 1, "pss": 1}
-    (fault,) = verdict(Result("soak", "vllm", 1, drains=told), warm_up=2000)
+    (fault,) = verdict(Result("soak", "vllm", drains=told), warm_up=2000)
     assert fault == "processes after 0 requests: Worker; after 1000: Worker, python3"
 
 
@@ -479,6 +479,7 @@ def test_the_summary_says_what_happened() -> None:
     text = render(result, 2000, MACHINE, True)
     assert "**passed**" in text
     assert "**stopped early, passed**" in render(result, 2000, MACHINE, False)
+    assert "--requests 200 --concurrency 1 --drain-every 100 --seed 3`" in text
     assert f"Canaries: {result.canaries} asked, 0 changed." in text
     assert f"| bad directive | - | {result.tally['bad directive', '400']} | - |" in text
     result.faults += [f"fault {index}" for index in range(23)]
