@@ -245,7 +245,7 @@ class Planner:
 
     def _prompt(self, draw: random.Random, name: str) -> str:
         """20 to 400 tokens, mostly after one of a few documents."""
-        if draw.random() < 0.6:
+        if draw.random() < 0.7:
             document = draw.randrange(DOCUMENTS) * 5000
             shared = draw.choice((SHARED // 2, SHARED)) * CHARACTERS
             return self.text[document : document + shared] + self._slice(
