@@ -6,9 +6,12 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from nexus_vllm.config import POLICIES
+from nexus_vllm.config import DIRECTIVE_KEYS, POLICIES
 
-REJECTIONS = ("budget", "policy", "seed", "prefill", "unknown", "repeated", "conflict", "body")
+REJECTIONS = (
+    *(key.removeprefix("kv_") for key in DIRECTIVE_KEYS),
+    *("unknown", "repeated", "conflict", "body"),
+)
 _BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 

@@ -11,7 +11,6 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,14 @@ import nexus_vllm
 from nexus_vllm.tools import bench_servers, bench_steps
 from nexus_vllm.tools.bench_plots import draw
 from nexus_vllm.tools.bench_report import Part, as_json, kept_parts, kv_gib, render
-from nexus_vllm.tools.bench_servers import Load, Pair, compare, say
+from nexus_vllm.tools.bench_servers import (
+    Load,
+    Pair,
+    compare,
+    device_options,
+    say,
+    sigterm_as_interrupt,
+)
 
 LOAD = "PROMPT+OUTPUTxREQUESTS tokens and requests, all at once or with @CONCURRENCY"
 
@@ -85,29 +91,21 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and write. Returns 1 when something is refused or fails, with the reason."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)  # so that `with` blocks end the children
     try:
-        _run(args)
+        with sigterm_as_interrupt():
+            _run(args)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"nexus-vllm bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nnexus-vllm bench: stopped; the parts that were done are written", file=sys.stderr)
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
     return 0
 
 
 def _run(args: argparse.Namespace) -> None:
-    if not (args.model / "config.json").is_file():
-        raise ValueError(f"{args.model} is not the folder of a model; scripts/prepare_model.py")
-    args.given, args.model = args.model, args.model.resolve()
-    args.cpu = not _gpu()
+    args.given, args.model = args.model, model_folder(args.model)
+    args.cpu = not gpu()
     args.out.mkdir(parents=True, exist_ok=True)
     told = machine(args.cpu)
     told |= {"model": args.model.name, "command": _typed(args)}
@@ -156,7 +154,14 @@ def _typed(args: argparse.Namespace) -> str:
     return shlex.join(shown)
 
 
-def _gpu() -> bool:
+def model_folder(model: Path) -> Path:
+    """As an absolute path. Raises ValueError where it is none."""
+    if not (model / "config.json").is_file():
+        raise ValueError(f"{model} is not the folder of a model; scripts/prepare_model.py")
+    return model.resolve()
+
+
+def gpu() -> bool:
     """As scripts/serve.sh tells."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
@@ -195,9 +200,8 @@ def _version(name: str) -> str:
 
 
 def _shared(args: argparse.Namespace) -> list[str]:
-    """Options of both servers: scripts/serve.sh's on a CPU, none elsewhere."""
-    cpu = ["--enforce-eager", "--dtype", "float32"] if args.cpu else []
-    return [*cpu, *args.serve_args]
+    """Options of both servers."""
+    return [*device_options(args.cpu), *args.serve_args]
 
 
 def _pair(args: argparse.Namespace, ours: list[str], length: int, sequences: int) -> Pair:

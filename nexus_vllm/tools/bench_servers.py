@@ -12,9 +12,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,25 @@ def environment(stock: bool, kv_gib: int) -> dict[str, str]:
     }
     left = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
     return {**left, **added, **({"VLLM_PLUGINS": ""} if stock else {})}
+
+
+def device_options(cpu: bool) -> list[str]:
+    """Options of every server: scripts/serve.sh's on a CPU, none elsewhere."""
+    return ["--enforce-eager", "--dtype", "float32"] if cpu else []
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, so that `with` blocks end the children."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def vllm_command() -> str:
@@ -154,12 +174,24 @@ class Server:
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """A JSON reply to a JSON body."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=600) as reply:
+        with self.open(path, body) as reply:
             told: dict[str, Any] = json.load(reply)
         return told
+
+    def open(
+        self,
+        path: str,
+        body: dict[str, Any] | bytes,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 600,
+    ) -> HTTPResponse:
+        """The reply to a body, not read yet. Raises HTTPError, or TimeoutError after silence."""
+        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, sent, {"Content-Type": "application/json", **(headers or {})}
+        )
+        reply: HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
+        return reply
 
     def cache(self) -> tuple[int, int]:
         """Pages of the pool, and tokens of each."""

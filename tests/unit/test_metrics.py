@@ -13,11 +13,11 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 from vllm.v1.metrics.prometheus import get_prometheus_registry, unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 
-from nexus_vllm.config import Settings
+from nexus_vllm.config import DIRECTIVE_KEYS, DirectiveError, Settings
 from nexus_vllm.engine import stats
 from nexus_vllm.engine.hooks import is_wrapped
 from nexus_vllm.engine.stats import STATS_KEY, EvictionStatLogger
-from nexus_vllm.server.metrics import metrics, rejected
+from nexus_vllm.server.metrics import REJECTIONS, metrics, rejected
 from nexus_vllm.server.records import recent
 
 RECORD = {
@@ -92,6 +92,14 @@ def test_a_report_reaches_the_scrape_under_the_documented_names() -> None:
             )
         },
     }
+
+
+@pytest.mark.parametrize("key", [*DIRECTIVE_KEYS, "kv_bugdet"])
+def test_every_refusal_is_on_the_scrape_before_it_happens(key: str) -> None:
+    reason = DirectiveError(key, "x", "no", "Do not.").reason
+    assert reason in REJECTIONS
+    metrics()
+    assert f'nexus:rejected_total{{reason="{reason}"}}' in scrape()
 
 
 def test_finished_requests_are_remembered() -> None:

@@ -260,6 +260,7 @@ MALFORMED: list[tuple[dict[str, str] | list[tuple[str, str]], Any, str, str, str
     ({X + "Policy": "none"}, {"vllm_xargs": {"kv_policy": "nexus"}}, "none", "nexus", "conflict"),
     ({X + "Seed": "1"}, {"vllm_xargs": {"kv_seed": 2}}, "1", "kv_seed=2", "conflict"),
     ({X + "Prefill": "auto"}, {"vllm_xargs": {"kv_prefill": "oneshot"}}, "auto", "one", "conflict"),
+    ({X + "Allocator": "even"}, {}, "even", "uniform", "allocator"),
     ({X + "Budget": "512"}, {"vllm_xargs": {"kv_budget": "5x"}}, "5x", "128", "budget"),
 ]  # fmt: skip
 
