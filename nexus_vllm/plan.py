@@ -108,13 +108,25 @@ class StepPlan:
 
 @dataclass
 class StepReport:
-    """What the worker did with one step's evictions: statistics, and whose policy has failed.
+    """What the workers did with one step's evictions: statistics, and whose policy has failed.
 
-    `moved`: copied (layer, block) slices per sequence. `seconds`: one entry per eviction.
-    `failed`: what was raised while blocks were chosen, per sequence, which must end: its row is
-    sound, but holds blocks that nobody chose.
+    `moved`: copied (layer, block) slices per sequence. `seconds`: one entry per eviction, of the
+    slowest rank. `failed`: what was raised while blocks were chosen, per sequence, which must end:
+    its row is sound, but holds blocks that nobody chose.
     """
 
     moved: dict[str, int] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+
+    def add(self, other: "StepReport") -> None:
+        """Take in another rank's report of the same step. Raises RuntimeError if it is none."""
+        if list(self.moved) != list(other.moved):
+            raise RuntimeError(
+                f"one rank has evicted from {list(self.moved)}, another from {list(other.moved)}"
+            )
+        for request_id, moved in other.moved.items():
+            self.moved[request_id] += moved
+        pairs = zip(self.seconds, other.seconds, strict=True)
+        self.seconds = [max(pair) for pair in pairs]
+        self.failed = {**other.failed, **self.failed}

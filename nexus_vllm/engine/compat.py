@@ -119,6 +119,7 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
     microbatches = (
         "--enable-dbo" if parallel.enable_dbo else f"--ubatch-size {parallel.ubatch_size}"
     )
+    launched_apart = parallel.distributed_executor_backend == "external_launcher"
     connector, connector_flag = vllm_config.kv_transfer_config, "--kv-transfer-config"
     if cache.kv_offloading_size is not None:  # of which vLLM has made a connector
         connector_flag = "--kv-offloading-size (and --kv-transfer-config, if it is given)"
@@ -228,6 +229,12 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
             f"context parallelism (decode over {decode_ranks} ranks, prefill over {prefill_ranks})",
             "a block must lie on one rank",
             "drop the context-parallel flags",
+        ),
+        (
+            launched_apart and parallel.world_size > 1,
+            f"the executor external_launcher over {parallel.world_size} ranks",
+            "one scheduler must hear of what happens on all ranks",
+            "drop --distributed-executor-backend",
         ),
         (
             parallel.use_ubatching,

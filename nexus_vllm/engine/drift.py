@@ -126,6 +126,7 @@ def _overrides() -> list[tuple[type, type]]:
 def _calls() -> dict[type, tuple[str, ...]]:
     from vllm import CompletionOutput, SamplingParams
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -156,6 +157,12 @@ def _calls() -> dict[type, tuple[str, ...]]:
         Request: ("get_finished_reason", "take_events"),
         SamplingParams: ("prompt_logprobs", "prompt_logprob_token_ids"),
         KVCacheManager: ("truncate_computed_blocks(blocks, num_computed_tokens)",),
+        GroupCoordinator: (
+            "is_first_rank",
+            "is_last_rank",
+            "isend_object(obj, dst)",
+            "recv_object(src)",
+        ),
         MultiGroupBlockTable: ("add_row(block_ids, row_idx)",),
         BlockTables: (
             "append_block_ids(req_index, new_block_ids, overwrite)",

@@ -4,7 +4,10 @@ Importing this module, which vLLM does only where eviction is on, installs the a
 this process.
 """
 
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +24,7 @@ from nexus_vllm.engine import attention, compat
 from nexus_vllm.engine.evictor import PROFILER_RANGE, Evictor, Layer
 from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.profiles import rank_heads, servable
+from nexus_vllm.engine.reports import Reports
 from nexus_vllm.engine.runners import Runner, adapt
 from nexus_vllm.engine.sequences import Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
@@ -154,20 +158,38 @@ class EvictionWorker(PlatformWorker):
         heads = rank_heads(self.vllm_config, get_tensor_model_parallel_rank())
         first = layers[0].index
         self.allocators = servable(self.vllm_config, (first, first + len(layers)), heads)
+        self.reports = Reports()
 
     # One step
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
         """Carry out the step's plan, then run the step."""
-        self._carry_out(compat.plan_of(scheduler_output))
-        return self._told(super().execute_model(scheduler_output))
+        with self._fatal_where_unheard():
+            self._carry_out(compat.plan_of(scheduler_output))
+            return self._told(super().execute_model(scheduler_output))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The second half of a step on runners that split it."""
         with self.runner.sampling():
             output = super().sample_tokens(grammar_output)
         return self._told(output)
+
+    @contextmanager
+    def _fatal_where_unheard(self) -> Iterator[None]:
+        """End this process with an error that nobody would hear of.
+
+        Symptom without: ranks wait for each other, or go on with different steps. Cause: vLLM's
+        `WorkerProc` only logs what is raised on a rank whose output is not collected, and takes the
+        next step. Its executor does notice a process that ends. Remove when it hears all ranks.
+        """
+        try:
+            yield
+        except Exception:
+            if self.reports.heard:
+                raise
+            logger.exception("This rank cannot go on, so the engine must end.")
+            os._exit(1)
 
     def _carry_out(self, plan: StepPlan) -> None:
         report = StepReport()
@@ -177,9 +199,9 @@ class EvictionWorker(PlatformWorker):
         for eviction in plan.evictions:
             with record_function(PROFILER_RANGE):
                 self._evict(eviction, report)
-        # Replaced, not extended: ranks whose outputs nobody collects never send theirs.
-        self._report = report if plan.evictions else None
+        self._report = None
         if plan.evictions:
+            self._report = self.reports.gather(report)
             self.runner.commit_rows()
         for request_id in plan.started:
             self.sequences.start(request_id)
@@ -206,18 +228,15 @@ class EvictionWorker(PlatformWorker):
                     exc_info=error,
                 )
 
-        # Only one rank's report reaches the scheduler: of several, none may go on alone.
-        alone = self.vllm_config.parallel_config.world_size == 1
-        on_error = failed if alone else None
         if eviction.allocator == "uniform":
-            moved, kept = self.evictor.evict(sequence, eviction, on_error)
+            moved, kept = self.evictor.evict(sequence, eviction, failed)
         else:
             moved, kept = self.uneven.evict(
                 sequence,
                 eviction,
                 self.evictor.policies[eviction.policy],
                 self.allocators[eviction.allocator],
-                on_error,
+                failed,
             )
         self.runner.overwrite_row(eviction.request_id, eviction.row)
         report.moved[eviction.request_id] = moved

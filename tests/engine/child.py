@@ -11,86 +11,17 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from . import ranks
 from .harness import Completion, Facts, Request, RequestState, Result, State
-
-if TYPE_CHECKING:
-    import torch
 
 PR_SET_PDEATHSIG = 1
 GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "detokenize": False}
 
 
-class LogitsTap:
-    """Keeps the logits that the model hands to the sampler, by request and by the index of the
-    token they predict. Both runners compute one row per request of the batch (without drafts).
-    """
-
-    def __init__(self, runner: Any, is_v2: bool) -> None:
-        self.wanted: set[str] = set()
-        self.rows: dict[tuple[str, int], torch.Tensor] = {}
-        self._last: torch.Tensor | None = None
-        self._watch_model(runner.model)
-        if is_v2:
-            self._watch_v2(runner)
-        else:
-            self._watch_v1(runner)
-
-    def _watch_model(self, model: Any) -> None:
-        compute_logits = model.compute_logits
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self._last = compute_logits(*args, **kwargs)
-            return self._last
-
-        model.compute_logits = watched
-
-    def _watch_v1(self, runner: Any) -> None:
-        execute_model = runner.execute_model
-
-        def watched(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self._last = None
-            output = execute_model(scheduler_output, *args, **kwargs)
-            batch = runner.input_batch
-            scheduled = scheduler_output.num_scheduled_tokens
-            if self._last is not None and scheduled:
-                seen = [
-                    int(batch.num_computed_tokens_cpu[i]) + scheduled[request]
-                    for i, request in enumerate(batch.req_ids)
-                ]
-                self._keep(batch.req_ids, seen)
-            return output
-
-        runner.execute_model = watched
-
-    def _watch_v2(self, runner: Any) -> None:
-        sample = runner.sample
-
-        def watched(hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            output = sample(hidden_states, input_batch, *args, **kwargs)
-            seen = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
-            self._keep(input_batch.req_ids, seen.tolist())
-            return output
-
-        runner.sample = watched
-
-    def _keep(self, ids: Sequence[str], seen: Sequence[int]) -> None:
-        assert self._last is not None
-        assert len(self._last) == len(ids) == len(seen), (self._last.shape, ids, seen)
-        for row, request, index in zip(self._last, ids, seen, strict=True):
-            if request in self.wanted:
-                # The first time counts: a preempted request computes old tokens again.
-                self.rows.setdefault((request, index), row.float().cpu().clone())
-
-    def take(self, request: str, start: int, count: int) -> torch.Tensor:
-        import torch
-
-        return torch.stack([self.rows[request, start + i] for i in range(count)])
-
-
 class Host:
-    """Functions sent by tests find `llm`, `core` (EngineCore), `scheduler` and `worker` here."""
+    """Functions sent by tests find `llm`, `core` (EngineCore) and `scheduler` here."""
 
     def start(self, mode: str, options: dict[str, Any], nexus: dict[str, Any] | None) -> Facts:
         if nexus is not None:
@@ -104,27 +35,31 @@ class Host:
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.worker = self.core.model_executor.driver_worker.worker
-        is_v2 = ".v1.worker.cpu." in type(self.worker.model_runner).__module__
+        parallel = self.core.vllm_config.parallel_config
+        # vLLM's output rank: the first tensor-parallel one of the last pipeline stage.
+        self.output_rank = parallel.world_size - parallel.tensor_parallel_size
+        told = self.rpc(ranks.watch, ())[self.output_rank]
+        is_v2 = ".v1.worker.cpu." in told.runner
         queue = self.core.batch_queue_size
-        if (is_v2, queue) != (runner == "v2", 2 if scheduling == "async" else 1):
-            raise RuntimeError(f"asked for {mode}, got {self.worker.model_runner}, queue {queue}")
-        self.tap = LogitsTap(self.worker.model_runner, is_v2)
+        is_async = self.core.vllm_config.scheduler_config.async_scheduling
+        if (is_v2, is_async) != (runner == "v2", scheduling == "async"):
+            raise RuntimeError(f"asked for {mode}, got {told.runner}, queue {queue}")
         self.in_flight = self.most_in_flight = 0
         self._count_batches()
         self.names: dict[str, str] = {}  # vLLM's request id -> ours
         self.prompts: dict[str, int] = {}
         self.adapters: dict[str, Any] = {}
+        self.wanted: set[str] = set()  # vLLM's ids of requests whose logits are kept
         self.outputs: dict[str, Any] = {}
         self.completions: dict[str, dict[int, Completion]] = {}
         self.held: dict[str, list[int]] = {}
         self.preemptions: dict[str, int] = {}
         return Facts(
             vllm=__version__,
-            runner=qualified_name(self.worker.model_runner),
-            scheduler=qualified_name(self.scheduler),
-            worker=qualified_name(self.worker),
-            attention_backend=self._attention_backend(),
+            runner=told.runner,
+            scheduler=ranks.qualified_name(self.scheduler),
+            worker=told.worker,
+            attention_backend=told.attention_backend,
             step=self.core.step_fn.__name__,
             batch_queue_size=queue,
             pool_blocks=self.pool.num_gpu_blocks - 1,
@@ -136,13 +71,14 @@ class Host:
 
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        self.shut_down()
         vars(self).clear()
         cleanup_dist_env_and_memory()
         gc.collect()
 
-    def _attention_backend(self) -> str:
-        layers = self.worker.vllm_config.compilation_config.static_forward_context.values()
-        return next(qualified_name(layer.impl) for layer in layers if hasattr(layer, "impl"))
+    def shut_down(self) -> None:
+        """Ranks in processes of their own must not outlive this one."""
+        self.core.model_executor.shutdown()
 
     def _count_batches(self) -> None:
         schedule, update = self.scheduler.schedule, self.scheduler.update_from_output
@@ -184,7 +120,8 @@ class Host:
             self.names.update({f"{i}_{internal}": f"{name}/{i}" for i in range(params.n)})
         self.prompts[name] = len(request.prompt)
         if request.logits:
-            self.tap.wanted.add(internal)
+            self.wanted.add(internal)
+            self.rpc(ranks.keep_logits, (internal,))
         return name
 
     def _adapter(self, folder: str) -> Any:
@@ -249,8 +186,9 @@ class Host:
         output = self.outputs.get(name)
         completions = [c for _, c in sorted(self.completions.get(name, {}).items())]
         logits = None
-        if internal in self.tap.wanted and completions:
-            logits = self.tap.take(internal, self.prompts[name], len(completions[0].tokens))
+        if internal in self.wanted and completions:
+            wanted = (internal, self.prompts[name], len(completions[0].tokens))
+            logits = self.rpc(ranks.logits, wanted)[self.output_rank]
         return Result(
             id=name,
             completions=completions,
@@ -314,8 +252,8 @@ class Host:
     def most_batches_in_flight(self) -> int:
         return self.most_in_flight
 
-    def rpc(self, method: str | Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return self.llm.collective_rpc(method, args=args)[0]
+    def rpc(self, method: str | Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        return self.llm.collective_rpc(method, args=args)
 
     def do(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return function(self, *args)
@@ -345,10 +283,6 @@ def by_token(logprobs: Any) -> list[dict[int, float]]:
     return [{i: told.logprob for i, told in row.items()} for row in logprobs]
 
 
-def qualified_name(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
 def main() -> None:
     # A killed test run must not leave engines behind.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -365,6 +299,8 @@ def main() -> None:
         except Exception:
             reply = (False, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(reply))
+    if hasattr(host, "core"):
+        host.shut_down()
     sys.stdout.flush()
     os._exit(0)  # vLLM's shutdown has nothing to save
 

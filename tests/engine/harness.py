@@ -283,8 +283,11 @@ class Engine:
         """The most batches ever scheduled whose output was still to come."""
         return self._call("most_batches_in_flight")
 
-    def rpc(self, method: str | Callable[..., Any], *args: Any) -> Any:
-        """Call the worker's `method`, or an importable function as `method(worker, *args)`."""
+    def rpc(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+        """Call the worker's `method`, or an importable function as `method(worker, *args)`.
+
+        Returns what each rank returns, in their order.
+        """
         return self._call("rpc", method, args)
 
     def do(self, function: Callable[..., Any], *args: Any) -> Any:

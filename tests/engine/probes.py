@@ -14,10 +14,18 @@ if TYPE_CHECKING:
 
 
 def trace(host: Host, name: str) -> list[Eviction]:
-    """Every eviction of a request, as the worker carried it out."""
+    """Every eviction of a request, as the only worker carried it out."""
+    (events,) = traces(host, name)
+    return events
+
+
+def traces(host: Host, name: str) -> list[list[Eviction]]:
+    """Every eviction of a request, as each rank carried it out."""
     internal = next(key for key, value in host.names.items() if value == name)
-    events = host.rpc("kv_eviction_trace", ()).get(internal, [])
-    return [Eviction(**event | {"kept": torch.tensor(event["kept"])}) for event in events]
+    return [
+        [Eviction(**event | {"kept": torch.tensor(event["kept"])}) for event in told]
+        for told in (of_rank.get(internal, []) for of_rank in host.rpc("kv_eviction_trace", ()))
+    ]
 
 
 def abort_amid_eviction(host: Host, names: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,11 +136,10 @@ class Table:
         del self.by_id[request_id]
 
 
-def worker(ranks: int) -> Any:
+def worker() -> Any:
     found = layers()
     one: Any = EvictionWorker.__new__(EvictionWorker)
     one.eviction = Settings(trace=True)
-    one.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks))
     one.sequences, one.runner = Table(), Runner()
     one.evictor, one.uneven = Evictor(found, CHECKED), UnevenEvictor(found, CHECKED)
     one.evictor.policies["random"] = Broken()
@@ -155,7 +153,7 @@ def test_the_worker_reports_and_logs_once(
     allocator: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    one, report = worker(1), StepReport()
+    one, report = worker(), StepReport()
     for first, last in ((0, 2), (2, 5)):
         one._evict(eviction(allocator, first, last), report)
     assert report.failed == {"r": "ZeroDivisionError: no blocks to score"}
@@ -167,8 +165,3 @@ def test_the_worker_reports_and_logs_once(
     assert said.exc_info is not None
     one._carry_out(StepPlan(stopped=["r"]))
     assert one._failed == set()
-
-
-def test_one_of_several_ranks_must_not_go_on_alone() -> None:
-    with pytest.raises(ZeroDivisionError):
-        worker(2)._evict(eviction("uniform"), StepReport())

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nexus_vllm.plan import Eviction, EvictionPlan
+from nexus_vllm.plan import Eviction, EvictionPlan, StepReport
 
 
 def plan(**given: int | bool) -> EvictionPlan:
@@ -98,3 +98,13 @@ def test_the_row_after_an_eviction_starts_with_nulls() -> None:
     )
     assert eviction.full == 6
     assert eviction.row == [0, 0, 0, 0, 14, 15, 16]
+
+
+def test_a_report_takes_in_another_ranks() -> None:
+    ours = StepReport({"a": 3, "b": 0}, [0.1, 0.4], {"b": "ours"})
+    ours.add(StepReport({"a": 4, "b": 5}, [0.2, 0.3], {"a": "theirs", "b": "theirs"}))
+    assert ours == StepReport({"a": 7, "b": 5}, [0.2, 0.4], {"a": "theirs", "b": "ours"})
+    with pytest.raises(
+        RuntimeError, match=r"one rank has evicted from \['a', 'b'\], another .*'b'"
+    ):
+        ours.add(StepReport({"b": 1}, [0.1]))

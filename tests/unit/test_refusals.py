@@ -48,6 +48,8 @@ def config(**changes: Any) -> Any:
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
+            distributed_executor_backend="mp",
+            world_size=1,
             use_ubatching=False,
             enable_dbo=False,
             ubatch_size=0,
@@ -140,6 +142,17 @@ def test_a_plain_engine_is_not_refused() -> None:
                 "context parallelism (decode over 1 ranks, prefill over 2)",
                 "a block must lie on one rank",
                 "drop the context-parallel flags",
+            ),
+        ),
+        (
+            {
+                "parallel_config.distributed_executor_backend": "external_launcher",
+                "parallel_config.world_size": 2,
+            },
+            (
+                "the executor external_launcher over 2 ranks",
+                "one scheduler must hear of what happens on all ranks",
+                "drop --distributed-executor-backend",
             ),
         ),
     ],
