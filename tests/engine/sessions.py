@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .child import completion_of, qualified_name
+from .child import completion_of
+from .ranks import qualified_name
 from .harness import Completion, engine_options
 
 
