@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from .child import completion_of
-from .ranks import qualified_name
 from .harness import Completion, engine_options
+from .ranks import qualified_name
 
 
 @dataclass(frozen=True)
