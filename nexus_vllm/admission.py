@@ -86,21 +86,37 @@ def largest_plan(prompt_tokens: int, settings: Settings, pages: int) -> Eviction
     return replace(plan, interval=1, chunk=1)
 
 
-def most_pages(settings: Settings, max_model_len: int) -> int:
-    """The most pages that a sequence of any length holds under the engine's own budget."""
+def draft_pages(drafts: int, block_size: int) -> int:
+    """Pages that a sequence may take for so many drafts, beyond those of its plan."""
+    return -(-drafts // block_size)
+
+
+def carried_pages(pages: int, drafts: int, block_size: int, max_model_len: int) -> int:
+    """Pages of a pool that one sequence can fill: vLLM proposes no drafts beyond max_model_len."""
+    whole = -(-max_model_len // block_size)
+    return pages if pages >= whole else pages - draft_pages(drafts, block_size)
+
+
+def most_pages(settings: Settings, max_model_len: int, drafts: int = 0) -> int:
+    """The most pages that a sequence of any length holds under the engine's own budget.
+
+    `drafts`: tokens that may be proposed at a time, by speculative decoding.
+    """
     budget = settings.directive(None).budget_blocks(max_model_len, settings)
     whole = -(-max_model_len // settings.block_size)
     if budget is None or settings.prefill == "oneshot":
         return whole
     plan = _plan(max_model_len, budget, settings, streaming=True)
-    return min(whole, plan.most_blocks(max_model_len))
+    more = draft_pages(drafts, settings.block_size)
+    return min(whole, plan.most_blocks(max_model_len) + more)
 
 
-def least_pages(settings: Settings, max_model_len: int) -> int:
+def least_pages(settings: Settings, max_model_len: int, drafts: int = 0) -> int:
     """As `most_pages`, where a tight pool makes it grow by single blocks (see `plans`)."""
     budget = settings.directive(None).budget_blocks(max_model_len, settings)
-    most = most_pages(settings, max_model_len)
-    return most if budget is None else min(most, budget + 2)
+    most = most_pages(settings, max_model_len, drafts)
+    least = draft_pages(drafts, settings.block_size) + 2
+    return most if budget is None else min(most, budget + least)
 
 
 def _plan(prompt: int, budget: int, settings: Settings, streaming: bool) -> EvictionPlan:

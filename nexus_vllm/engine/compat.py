@@ -123,6 +123,7 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
     connector, connector_flag = vllm_config.kv_transfer_config, "--kv-transfer-config"
     if cache.kv_offloading_size is not None:  # of which vLLM has made a connector
         connector_flag = "--kv-offloading-size (and --kv-transfer-config, if it is given)"
+    drafts = vllm_config.speculative_config
     diffusion = model.is_diffusion or vllm_config.diffusion_config is not None
     shared_layers = getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0
     own_dtype = keys_needed(model)
@@ -243,10 +244,16 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
             f"drop {microbatches.split()[0]}",
         ),
         (
-            vllm_config.speculative_config is not None,
-            "speculative decoding",
-            "drafts are not supported by this release",
-            "drop --speculative-config",
+            drafts is not None and drafts.method != "ngram",
+            f"speculative decoding by {drafts and drafts.method!r}",
+            "of its methods, only ngram has neither layers nor drafts of its own on the device",
+            'use {"method": "ngram", ...}, or drop --speculative-config',
+        ),
+        (
+            drafts is not None and parallel.pipeline_parallel_size > 1,
+            f"speculative decoding over {parallel.pipeline_parallel_size} pipeline stages",
+            "drafts must be accepted or rejected before the next step is planned",
+            "drop --speculative-config or --pipeline-parallel-size",
         ),
         (
             connector is not None,

@@ -36,7 +36,8 @@ class EvictionSpec(FullAttentionSpec):
         """What vLLM must have room for to start, and reports concurrency by: the least that one
         sequence of `max_model_len` tokens gets along with under the engine's own budget."""
         settings = active_settings(vllm_config.additional_config) or Settings()
-        pages = least_pages(settings, vllm_config.model_config.max_model_len)
+        longest, drafts = vllm_config.model_config.max_model_len, vllm_config.num_speculative_tokens
+        pages = least_pages(settings, longest, drafts)
         return pages * self.page_size_bytes
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from nexus_vllm.admission import plans
+from nexus_vllm.admission import carried_pages, plans
 from nexus_vllm.config import DirectiveError, Settings
 from nexus_vllm.engine.hooks import wrap
 
@@ -92,20 +92,29 @@ def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
     engines = parallel.data_parallel_size
     if parallel.local_engines_only:
         engines = parallel.data_parallel_size_local
-    pages = pool // engines - 1
+    drafts = vllm_config.num_speculative_tokens
+    longest = vllm_config.model_config.max_model_len
+    pages = carried_pages(pool // engines - 1, drafts, settings.block_size, longest)
     prompt = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     with _as_validation_error():
         directive = settings.directive(params.extra_args)
         scored = scores_prompt(params)
         found = plans(directive, prompt, params.max_tokens, settings, pages, scored)
         tokens = pages * settings.block_size
-        longest = vllm_config.model_config.max_model_len
         if not found and request.resumable and tokens < longest:
             raise DirectiveError(
                 "kv_budget",
                 str(directive.budget),
                 f"a session may grow to max_model_len={longest}, the pool holds {tokens} tokens",
                 "Give it a budget, such as 20%.",
+            )
+        if found and request.resumable and drafts:
+            raise DirectiveError(
+                "kv_budget",
+                str(directive.budget),
+                "a session's turn that ends among accepted drafts goes on from tokens that were "
+                "never said",
+                "Send whole prompts, or serve without --speculative-config.",
             )
         if found and request.resumable and scored:
             raise DirectiveError(

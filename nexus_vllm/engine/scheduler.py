@@ -14,7 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from nexus_vllm.admission import largest_plan, most_pages, plans
+from nexus_vllm.admission import carried_pages, largest_plan, most_pages, plans
 from nexus_vllm.config import Directive, DirectiveError
 from nexus_vllm.engine import compat
 from nexus_vllm.engine.manager import EvictionManager, Hold
@@ -80,7 +80,7 @@ class EvictionSchedulerMixin(Scheduler):
         self._stopped: list[str] = []
         self._finished_records: list[dict[str, Any]] = []
         self._counts = _zero_counts()
-        most = most_pages(self.eviction, self.max_model_len)
+        most = most_pages(self.eviction, self.max_model_len, self.num_spec_tokens)
         logger.info(
             "A sequence of %d tokens holds %d KV pages at most; the pool of %d carries %.1f.",
             self.max_model_len,
@@ -104,6 +104,12 @@ class EvictionSchedulerMixin(Scheduler):
     def _usable(self) -> int:
         """The pool's pages, without vLLM's null page."""
         return int(self.pages.block_pool.num_gpu_blocks) - 1
+
+    @property
+    def _carried(self) -> int:
+        """Pages that one sequence may fill, which its drafts do not need."""
+        size = self.eviction.block_size
+        return carried_pages(self._usable, self.num_spec_tokens, size, self.max_model_len)
 
     def _only_manager(self) -> EvictionManager:
         """Proof that our manager holds this model's pages; vLLM would serve unevicted without."""
@@ -152,12 +158,12 @@ class EvictionSchedulerMixin(Scheduler):
                 prompt,
                 request.max_tokens,
                 self.eviction,
-                self._usable,
+                self._carried,
                 scores_prompt(request.sampling_params),
             )
         except DirectiveError as error:  # as above: it must not wait forever
             logger.error("%s: %s The largest budget applies.", request.request_id, error)
-            found = [largest_plan(prompt, self.eviction, self._usable)]
+            found = [largest_plan(prompt, self.eviction, self._carried)]
         hold = None
         # A sequence that ends before its first eviction costs nothing: no window is recorded.
         evicts = request.resumable or any(plan.next_eviction(0) < end - 1 for plan in found)
@@ -225,8 +231,8 @@ class EvictionSchedulerMixin(Scheduler):
             hold = ledger.hold
             if hold is None:
                 continue
-            # Without speculation every scheduled token is final: it may be counted in flight,
-            # since workers run steps in order and a fill runs before its step's forward.
+            # Tokens in flight count, since workers run steps in order and a fill runs before its
+            # step's forward. Drafts never are in flight here (`compat.refusals`).
             computed = request.num_computed_tokens
             if computed < hold.plan.next_eviction(hold.released) or self._has_computed_all(request):
                 continue
@@ -294,7 +300,7 @@ class EvictionSchedulerMixin(Scheduler):
         size = self.pages.block_size
         pages, tokens = 0, self.max_num_scheduled_tokens
         for request in self.running:
-            new = min(tokens, request.num_tokens + 1 - request.num_computed_tokens)
+            new = min(tokens, request.num_tokens_with_spec + 1 - request.num_computed_tokens)
             tokens -= new
             held = len(self.pages.req_to_blocks[request.request_id])
             pages += max(0, -(-(request.num_computed_tokens + new) // size) - held)
@@ -326,6 +332,10 @@ class EvictionSchedulerMixin(Scheduler):
         tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         hold = self.ledgers[request.request_id].hold
         if hold is None or not tokens:  # nothing to schedule stays nothing
+            return tokens
+        waits = request.status != RequestStatus.RUNNING
+        if waits and tokens > request.num_tokens - num_computed_tokens:
+            # Its last token, which vLLM pads with drafts that will all be rejected, and insists on.
             return tokens
         if self.eviction.trigger == "pressure":
             return max(1, min(tokens, self._room(request, num_computed_tokens)))
@@ -390,7 +400,7 @@ class EvictionSchedulerMixin(Scheduler):
         if ledger.hold is not None:
             plan, start = ledger.hold.plan, session.num_computed_tokens
             turn = -(-(session.num_prompt_tokens - start) // plan.block_size)
-            fits = plan.budget + turn + 1 <= self._usable
+            fits = plan.budget + turn + 1 <= self._carried
             ledger.hold.plan = replace(
                 plan,
                 prompt_tokens=session.num_prompt_tokens,

@@ -24,13 +24,14 @@ class Recording:
         return rows.index_select(0, self.source)
 
 
-def ring_rows(window: int, batches: int) -> int:
-    """Rows of a sequence's ring, with so many batches in flight.
+def ring_rows(window: int, batches: int, drafts: int) -> int:
+    """Rows of a sequence's ring, with so many batches in flight and drafts proposed at a time.
 
-    All but one may compute a token behind the one that ends a session's turn. The next turn starts
-    over from there, and what they recorded must not have taken the place of the window before.
+    All batches but one may compute a token behind the one that ends a session's turn, and any draft
+    may be rejected. The sequence starts over from there, and what was recorded beyond must not have
+    taken the place of the window before.
     """
-    return window + batches - 1
+    return window + batches - 1 + drafts
 
 
 class LayerWindow:

@@ -101,7 +101,8 @@ class EvictionWorker(PlatformWorker):
 
     @property
     def _ring_rows(self) -> int:
-        return ring_rows(self.eviction.window, self.vllm_config.max_concurrent_batches)
+        batches = self.vllm_config.max_concurrent_batches
+        return ring_rows(self.eviction.window, batches, self.vllm_config.num_speculative_tokens)
 
     def _attention_layers(self) -> dict[str, Any]:
         """This rank's attention layers, in model order."""

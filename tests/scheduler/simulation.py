@@ -7,6 +7,7 @@ released by then. Whatever a live window holds can then be checked against what 
 
 import itertools
 import os
+import random
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
@@ -16,7 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CacheConfig, KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -27,7 +36,7 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -75,9 +84,9 @@ def answer(request_id: str, position: int) -> int:
 class Memory:
     """The stand-in for model and worker."""
 
-    def __init__(self, pages: int, slots: int, settings: Settings, depth: int) -> None:
+    def __init__(self, pages: int, slots: int, settings: Settings, depth: int, drafts: int) -> None:
         self.cache = list(torch.full((LAYERS, pages, HEADS, BLOCK, 4), -1.0))
-        rows = ring_rows(settings.window, depth)
+        rows = ring_rows(settings.window, depth, drafts)
         self.sequences = Sequences(None, slots, rows, BLOCK, CPU)  # type: ignore[arg-type]
         self.ring = torch.full((slots, rows), -1)
         layers = [
@@ -123,7 +132,8 @@ class Memory:
             self.rows[request_id] = self.rows.get(request_id, []) + (ids[0] if ids else [])
         for request_id, count in output.num_scheduled_tokens.items():
             self.check_window(requests[request_id], starts[request_id])
-            self.forward(requests[request_id], starts[request_id], count)
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            self.forward(requests[request_id], starts[request_id], count, drafts)
 
     def evict(self, eviction: Eviction) -> None:
         row = self.rows[eviction.request_id]
@@ -166,10 +176,10 @@ class Memory:
             self.texts[request_id] = len(prompt), text
         return text
 
-    def forward(self, request: Request, start: int, count: int) -> None:
+    def forward(self, request: Request, start: int, count: int, drafts: list[int]) -> None:
         # In flight, an output is a placeholder; the one this step promises is none to it yet.
         promised = max(0, request.num_output_placeholders - (not request.is_prefill_chunk))
-        known = request.num_tokens + promised
+        known = request.num_tokens + promised + len(drafts)
         assert start + count <= known, f"position {start + count - 1} of {known} known tokens"
         row, sequence = self.rows[request.request_id], self.sequences.by_id.get(request.request_id)
         positions = torch.arange(start, start + count)
@@ -177,6 +187,7 @@ class Memory:
         assert (pages != 0).all(), "a token must not be written to the null page"
         facts = torch.zeros(count, 4)
         facts[:, TOKEN] = self.text(request)[positions]
+        facts[count - len(drafts) :, TOKEN] = torch.tensor(drafts, dtype=torch.float32)
         facts[:, POSITION] = positions.float()
         facts[:, RELEASED] = sequence.released if sequence else 0
         for cache in self.cache:
@@ -291,8 +302,9 @@ class Mirror:
 class Simulation:
     """A scheduler, a memory, and requests to throw at them.
 
-    `depth`: batches in flight, by default as many as without a pipeline. `scheduling`: more of
-    vLLM's scheduler options.
+    `depth`: batches in flight, by default as many as without a pipeline. `drafts`: tokens that are
+    proposed at a time, of which `proposed` draws how many, and where the first wrong one is.
+    `scheduling`: more of vLLM's scheduler options.
     """
 
     def __init__(
@@ -303,6 +315,7 @@ class Simulation:
         budget: str = "256",
         asynchronous: bool = False,
         depth: int | None = None,
+        drafts: int = 0,
         chunk: int = 64,
         max_tokens: int = 100,
         max_seqs: int = 6,
@@ -318,7 +331,7 @@ class Simulation:
             check_integrity=True,
         )
         options = {"max_num_seqs": max_seqs, "max_num_batched_tokens": chunk, **(scheduling or {})}
-        self.config = _config(model, self.settings, options, asynchronous, caching)
+        self.config = _config(model, self.settings, options, asynchronous, caching, drafts)
         spec = EvictionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=2, dtype=torch.float32)
         kv = KVCacheConfig(
             num_blocks=pages,
@@ -338,7 +351,8 @@ class Simulation:
             log_stats=True,
         )
         self.depth = depth or (2 if asynchronous else 1)
-        self.memory = memory(pages, max_seqs, self.settings, self.depth)
+        self.drafts, self.proposed = drafts, random.Random(0)
+        self.memory = memory(pages, max_seqs, self.settings, self.depth, drafts)
         pool = self.scheduler.pages.block_pool
         self.memory.hashed = lambda: {
             b.block_id for b in pool.blocks if b.block_hash is not None or b.ref_cnt > 1
@@ -432,8 +446,16 @@ class Simulation:
         for request_id in ids:
             end = starts[request_id] + output.num_scheduled_tokens[request_id]
             known = len(self.requests[request_id].prompt_token_ids or [])
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             done = end >= max(known, self.requests[request_id].num_tokens)
-            sampled.append([answer(request_id, end)] if done else [])
+            said = [answer(request_id, end - len(drafts))] if done else []
+            for draft in drafts:
+                if draft != said[-1]:
+                    self.memory.seen["padded" if draft == -1 else "draft rejected"] += 1
+                    break
+                self.memory.seen["draft accepted"] += 1
+                said.append(answer(request_id, end - len(drafts) + len(said)))
+            sampled.append(said)
         result = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
@@ -445,6 +467,18 @@ class Simulation:
                 if one.finish_reason is not None and one.kv_transfer_params:
                     told = one.kv_transfer_params["kv_eviction"]
                     self.finished[one.request_id] = told
+        if self.drafts:
+            self.scheduler.update_draft_token_ids(self._propose(ids))
+
+    def _propose(self, ids: list[str]) -> DraftTokenIds:
+        """Drafts for these requests: right ones, then perhaps wrong ones."""
+        drafts = []
+        for request_id in ids:
+            start, length = self.requests[request_id].num_tokens, self.proposed.randint(0, self.drafts)
+            right = self.proposed.randint(0, self.drafts)
+            said = [answer(request_id, start + index) for index in range(length)]
+            drafts.append([token + (index >= right) for index, token in enumerate(said)])
+        return DraftTokenIds(ids, drafts)
 
     def run(self, limit: int = 10_000) -> None:
         for _ in range(limit):
@@ -470,13 +504,22 @@ def _config(
     scheduling: dict[str, Any],
     asynchronous: bool,
     caching: bool,
+    drafts: int,
 ) -> VllmConfig:
     os.environ["HF_HUB_OFFLINE"] = "1"
     model_config = ModelConfig(
         model=str(model), tokenizer=str(model), dtype="float32", max_model_len=LONGEST, seed=0
     )
+    speculation = drafts and SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=drafts,
+        prompt_lookup_max=2,
+        target_model_config=model_config,
+        target_parallel_config=ParallelConfig(),
+    )
     config = VllmConfig(
         model_config=model_config,
+        speculative_config=speculation or None,
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
         scheduler_config=SchedulerConfig(
             max_model_len=LONGEST,

@@ -50,6 +50,9 @@ EXPECTED = {
     "ended by a stop token",
     "ended by its length",
     "prefix hit",
+    "draft accepted",
+    "draft rejected",
+    "padded",
     "copied out",
     "in place",
     "private pages",
@@ -68,6 +71,8 @@ class World:
         self.draw, self.seen = draw, seen
         asynchronous, depth = pipeline
         self.pages = draw.choice([draw.randint(4, 12), draw.randint(13, 40), draw.randint(41, 64)])
+        # Drafts are refused where a step is planned before the last one's results are known.
+        self.drafts = 0 if asynchronous or depth > 1 else draw.choice([0, 1, 3, 7, 40])
         trigger, policy = draw.choice(["budget", "pressure"]), draw.choice(["fcfs", "priority"])
         high = draw.choice([0.5, 0.9, 1.0])
         sink, recency = draw.randint(0, 1), draw.randint(1, 2)
@@ -78,6 +83,7 @@ class World:
             budget=draw.choice(["full", "20%", str(floor)]),
             asynchronous=asynchronous,
             depth=depth,
+            drafts=self.drafts,
             chunk=draw.choice([32, 64, 200, 2048]),
             max_seqs=draw.randint(2, 6),
             caching=draw.random() < 0.9,
@@ -146,7 +152,7 @@ class World:
         }
         if draw.random() < 0.3:
             wanted["stops"] = draw.sample(range(1000, 2000), 60)
-        if draw.random() < 0.35:
+        if not self.drafts and draw.random() < 0.35:
             # Short turns, and below few early ones: else the next is there before one ends.
             wanted |= {"session": f"s{len(self.sim.requests)}", "max_tokens": draw.randint(1, 60)}
         siblings = 1 if "session" in wanted or draw.random() < 0.8 else draw.randint(2, 4)

@@ -30,6 +30,7 @@ def config(pool: int, **parallel: Any) -> Any:
     return SimpleNamespace(
         cache_config=SimpleNamespace(num_gpu_blocks=pool),
         parallel_config=stub,
+        num_speculative_tokens=0,
         model_config=SimpleNamespace(max_model_len=2048),
     )
 
