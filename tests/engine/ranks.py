@@ -51,12 +51,13 @@ def qualified_name(thing: object) -> str:
 
 class LogitsTap:
     """Keeps the logits that the model hands to the sampler, by request and by the index of the
-    token they predict. Both runners compute one row per request of the batch (without drafts).
+    token they predict. Both runners compute one row per request of the batch, V1 one more per draft.
     """
 
     def __init__(self, runner: Any, is_v2: bool) -> None:
         self.wanted: set[str] = set()
         self.rows: dict[tuple[str, int], torch.Tensor] = {}
+        self.last_counts = not is_v2 and runner.speculative_config is not None
         self._last: torch.Tensor | None = None
         self._watch_model(runner.model)
         if is_v2:
@@ -82,11 +83,14 @@ class LogitsTap:
             batch = runner.input_batch
             scheduled = scheduler_output.num_scheduled_tokens
             if self._last is not None and scheduled:
-                seen = [
-                    int(batch.num_computed_tokens_cpu[i]) + scheduled[request]
-                    for i, request in enumerate(batch.req_ids)
-                ]
-                self._keep(batch.req_ids, seen)
+                ids: list[str] = []
+                seen: list[int] = []
+                for i, request in enumerate(batch.req_ids):
+                    end = int(batch.num_computed_tokens_cpu[i]) + scheduled[request]
+                    drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(request, ()))
+                    ids += [request] * (drafts + 1)
+                    seen += range(end - drafts, end + 1)
+                self._keep(ids, seen)
             return output
 
         runner.execute_model = watched
@@ -107,8 +111,10 @@ class LogitsTap:
         assert len(self._last) == len(ids) == len(seen), (self._last.shape, ids, seen)
         for row, request, index in zip(self._last, ids, seen, strict=True):
             if request in self.wanted:
-                # The first time counts: a preempted request computes old tokens again.
-                self.rows.setdefault((request, index), row.float().cpu().clone())
+                # The first time counts: a preempted request computes old tokens again. The last one
+                # where there are drafts: what follows a rejected one is computed again.
+                if self.last_counts or (request, index) not in self.rows:
+                    self.rows[request, index] = row.float().cpu().clone()
 
     def take(self, request: str, start: int, count: int) -> torch.Tensor:
         import torch

@@ -541,9 +541,15 @@ def lu_by_a_shipped_profile() -> Any:
 
 
 @scenario
-def speculation() -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+def speculation_by_a_model() -> None:
+    drafts = {"model": options("llama")["model"], "num_speculative_tokens": 2}
     configure(speculative_config=drafts)
+
+
+@scenario
+def speculation_in_a_pipeline() -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    configure(speculative_config=drafts, pipeline_parallel_size=2)
 
 
 @scenario
@@ -964,10 +970,16 @@ def test_a_policy_that_raises_ends_its_request_only(outcomes: Outcomes) -> None:
             "Remedy: make one with `nexus-vllm profile MODEL` and pass it as --kv-profile FILE.",
         ),
         (
-            "speculation",
-            "speculative decoding",
-            "drafts are not supported by this release",
-            "Remedy: drop --speculative-config.",
+            "speculation_by_a_model",
+            "speculative decoding by 'draft_model'",
+            "of its methods, only ngram has neither layers nor drafts of its own on the device",
+            'Remedy: use {"method": "ngram", ...}, or drop --speculative-config.',
+        ),
+        (
+            "speculation_in_a_pipeline",
+            "speculative decoding over 2 pipeline stages",
+            "drafts must be accepted or rejected before the next step is planned",
+            "Remedy: drop --speculative-config or --pipeline-parallel-size.",
         ),
         (
             "other_scheduler",

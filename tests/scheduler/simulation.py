@@ -474,7 +474,10 @@ class Simulation:
         """Drafts for these requests: right ones, then perhaps wrong ones."""
         drafts = []
         for request_id in ids:
-            start, length = self.requests[request_id].num_tokens, self.proposed.randint(0, self.drafts)
+            start, length = (
+                self.requests[request_id].num_tokens,
+                self.proposed.randint(0, self.drafts),
+            )
             right = self.proposed.randint(0, self.drafts)
             said = [answer(request_id, start + index) for index in range(length)]
             drafts.append([token + (index >= right) for index, token in enumerate(said)])

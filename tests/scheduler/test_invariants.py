@@ -266,3 +266,44 @@ def test_pages_shared_with_a_sequence_that_keeps_them_are_never_written(model_pa
     evicted = sim.add(prompt(500))
     sim.run()  # check_window of `full` fails if one of its pages changed
     assert sim.finished[evicted]["evicted_blocks"] > 0
+
+
+def test_drafts_change_neither_evictions_nor_what_is_kept(model_path: Path) -> None:
+    """I2 and I8 under speculative decoding: rejected drafts are never part of an eviction."""
+    told = []
+    for drafts in (0, 3, 40):
+        sim = Simulation(model_path, budget="160", drafts=drafts, knobs={"interval": 32})
+        request_id = sim.add(prompt(500), max_tokens=200)
+        while request_id not in sim.finished:
+            sim.step()
+            hold = sim.scheduler.pages.holds.get(request_id)
+            if hold and hold.released:
+                held = sim.scheduler.pages.held_blocks(request_id)
+                assert 5 <= held <= 6, "the budget, and the page that is being filled"
+        told.append((sim.finished[request_id], as_sets(sim.memory.history[request_id])))
+        if drafts:
+            assert sim.memory.seen["draft accepted"]
+            assert sim.memory.seen["draft rejected"]
+    assert told[0] == told[1] == told[2]
+    assert told[0][0]["eviction_steps"] > 5
+
+
+def test_a_last_token_that_vllm_pads_with_drafts_is_not_cut_short(model_path: Path) -> None:
+    """Of a prompt in the cache all but a token is found, and an eviction is due just behind it."""
+    sim = Simulation(model_path, pages=31, budget="128", drafts=3, knobs={"window": 1})
+    for _ in range(2):
+        request_id = sim.add(prompt(481), max_tokens=60)
+        sim.run()
+        assert sim.finished[request_id]["evicted_blocks"] > 0
+    assert sim.memory.seen["padded"]
+
+
+def test_drafts_do_not_keep_a_request_from_its_end(model_path: Path) -> None:
+    """Where the pool is as large as the request, its last drafts have a page of their own."""
+    for budget in ("128", "full"):
+        sim = Simulation(model_path, pages=8, budget=budget, drafts=7)
+        for length in range(120, 132):
+            request_id = sim.add(prompt(length), max_tokens=94)
+            sim.run()
+            assert request_id in sim.finished
+            assert not sim.requests[request_id].num_preemptions

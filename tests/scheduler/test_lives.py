@@ -52,7 +52,6 @@ EXPECTED = {
     "prefix hit",
     "draft accepted",
     "draft rejected",
-    "padded",
     "copied out",
     "in place",
     "private pages",
@@ -89,7 +88,7 @@ class World:
             caching=draw.random() < 0.9,
             scheduling={
                 "policy": policy,
-                "long_prefill_token_threshold": draw.choice([0, 0, 40, 100]),
+                "long_prefill_token_threshold": draw.choice([0, 0, 45, 100]),
             },
             knobs={
                 "trigger": trigger,
@@ -142,6 +141,8 @@ class World:
         draw, most = self.draw, min(1900, self.pages * BLOCK * 2)
         shared = draw.choice(self.documents)[: draw.choice([0, draw.randrange(most)])]
         prompt = shared + self.tokens(draw.randint(1, draw.choice([10, 100, most])))
+        if draw.random() < 0.15:  # of which all but a token may be found in the cache
+            prompt = self.documents[0][: draw.randrange(1, most, BLOCK)]
         wanted: dict[str, Any] = {
             "max_tokens": draw.choice([1, draw.randint(2, 90), 300]),
             "priority": draw.randrange(3),
