@@ -51,7 +51,7 @@ def qualified_name(thing: object) -> str:
 
 class LogitsTap:
     """Keeps the logits that the model hands to the sampler, by request and by the index of the
-    token they predict. Both runners compute one row per request of the batch, V1 one more per draft.
+    token they predict. Both runners compute one row per request of the batch, V1 one per draft, too.
     """
 
     def __init__(self, runner: Any, is_v2: bool) -> None:
@@ -110,11 +110,11 @@ class LogitsTap:
         assert self._last is not None
         assert len(self._last) == len(ids) == len(seen), (self._last.shape, ids, seen)
         for row, request, index in zip(self._last, ids, seen, strict=True):
-            if request in self.wanted:
-                # The first time counts: a preempted request computes old tokens again. The last one
-                # where there are drafts: what follows a rejected one is computed again.
-                if self.last_counts or (request, index) not in self.rows:
-                    self.rows[request, index] = row.float().cpu().clone()
+            # The first time counts: a preempted request computes old tokens again. The last one
+            # where there are drafts: what follows a rejected one is computed again.
+            new = self.last_counts or (request, index) not in self.rows
+            if new and request in self.wanted:
+                self.rows[request, index] = row.float().cpu().clone()
 
     def take(self, request: str, start: int, count: int) -> torch.Tensor:
         import torch
