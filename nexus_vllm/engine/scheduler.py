@@ -401,6 +401,9 @@ class EvictionSchedulerMixin(Scheduler):
             plan, start = ledger.hold.plan, session.num_computed_tokens
             turn = -(-(session.num_prompt_tokens - start) // plan.block_size)
             fits = plan.budget + turn + 1 <= self._carried
+            if ledger.first_computed is not None:
+                # The newest queries must have been computed, not found in the prefix cache.
+                start = max(start, ledger.first_computed + self.eviction.window)
             ledger.hold.plan = replace(
                 plan,
                 prompt_tokens=session.num_prompt_tokens,

@@ -51,7 +51,7 @@ def qualified_name(thing: object) -> str:
 
 class LogitsTap:
     """Keeps the logits that the model hands to the sampler, by request and by the index of the
-    token they predict. Both runners compute one row per request of the batch, V1 one per draft, too.
+    token they predict. Both runners compute one row per request of the batch, V1 one per draft.
     """
 
     def __init__(self, runner: Any, is_v2: bool) -> None:

@@ -307,3 +307,20 @@ def test_drafts_do_not_keep_a_request_from_its_end(model_path: Path) -> None:
             sim.run()
             assert request_id in sim.finished
             assert not sim.requests[request_id].num_preemptions
+
+
+def test_a_session_that_starts_with_a_hit_is_evicted_by_queries_that_were_computed(
+    model_path: Path,
+) -> None:
+    """Its next turn finds it over budget before a window of tokens has been computed."""
+    sim = Simulation(model_path, budget="160", knobs={"window": 40, "interval": 160})
+    sim.add(prompt(161), kv_budget="full")
+    sim.run()
+    session = sim.add(prompt(161), max_tokens=33, session="talk")
+    while sim.requests[session].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        sim.step()
+    sim.add(prompt(90, 1), max_tokens=20, checked=False, session="talk")
+    while sim.requests[session].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        sim.step()
+    computed = [event[0] for event in sim.memory.history[session]]
+    assert computed[0] == 160 + 40
