@@ -175,7 +175,7 @@ class World:
         waits = request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
         if not waits and (request.streaming_queue or draw.random() < 0.95):
             return
-        if request.num_tokens + request.max_tokens > LONGEST_SESSION or draw.random() < 0.15:
+        if request.num_tokens + request.max_tokens > LONGEST_SESSION or draw.random() < 0.3:
             over = Request(session, [1], request.sampling_params, None, resumable=False)
             self.scheduler.add_request(over)
             self.seen["session closed"] += 1
