@@ -245,8 +245,7 @@ def test_a_sound_installation_and_model(tmp_path: Path) -> None:
 def test_a_model_and_options_that_would_be_refused(tmp_path: Path) -> None:
     config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     path = model(tmp_path, **config, sliding_window=64)
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    options = ["--speculative-config", json.dumps(drafts), "--kv-allocator", "lu"]
+    options = ["--kv-cache-dtype", "fp8", "--kv-allocator", "lu"]
     code, findings = examined(path, "--", *options)
     assert code == 1
     assert refused(findings) == [
@@ -259,9 +258,9 @@ def test_a_model_and_options_that_would_be_refused(tmp_path: Path) -> None:
         ],
         [
             "support",
-            "speculative decoding",
-            "drafts are not supported by this release",
-            "drop --speculative-config",
+            "--kv-cache-dtype fp8",
+            "scoring reads keys in the model's own dtype, bfloat16",
+            "drop --kv-cache-dtype",
         ],
         [
             "support",
