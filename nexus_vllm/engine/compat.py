@@ -251,7 +251,8 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
         ),
         (
             drafts is not None and parallel.pipeline_parallel_size > 1,
-            f"speculative decoding over {parallel.pipeline_parallel_size} pipeline stages",
+            f"speculative decoding over {drafts and parallel.pipeline_parallel_size} "
+            "pipeline stages",
             "drafts must be accepted or rejected before the next step is planned",
             "drop --speculative-config or --pipeline-parallel-size",
         ),

@@ -260,7 +260,7 @@ class Twin(RuleBasedStateMachine):
             check_integrity=True,
             trace=True,
         )
-        self.depth, self.ring_rows = depth, ring_rows(window, depth)
+        self.depth, self.ring_rows = depth, ring_rows(window, depth, 0)
         self.start, end = {}, 0
         for layer, gap in zip(order, gaps, strict=True):
             self.start[layer] = end = end + gap
