@@ -72,6 +72,8 @@ class World:
         self.pages = draw.choice([draw.randint(4, 12), draw.randint(13, 40), draw.randint(41, 64)])
         # Drafts are refused where a step is planned before the last one's results are known.
         self.drafts = 0 if asynchronous or depth > 1 else draw.choice([0, 1, 3, 7, 40])
+        # vLLM pads a prompt's last token with drafts, and waits forever for a step with that much room.
+        chunks = [tokens for tokens in (32, 64, 200, 2048) if tokens > self.drafts]
         trigger, policy = draw.choice(["budget", "pressure"]), draw.choice(["fcfs", "priority"])
         high = draw.choice([0.5, 0.9, 1.0])
         sink, recency = draw.randint(0, 1), draw.randint(1, 2)
@@ -83,7 +85,7 @@ class World:
             asynchronous=asynchronous,
             depth=depth,
             drafts=self.drafts,
-            chunk=draw.choice([32, 64, 200, 2048]),
+            chunk=draw.choice(chunks),
             max_seqs=draw.randint(2, 6),
             caching=draw.random() < 0.9,
             scheduling={
