@@ -72,7 +72,7 @@ class World:
         self.pages = draw.choice([draw.randint(4, 12), draw.randint(13, 40), draw.randint(41, 64)])
         # Drafts are refused where a step is planned before the last one's results are known.
         self.drafts = 0 if asynchronous or depth > 1 else draw.choice([0, 1, 3, 7, 40])
-        # vLLM pads a prompt's last token with drafts, and waits forever for a step with that much room.
+        # vLLM pads the last token of a prompt with drafts; a step without room for them hangs it.
         chunks = [tokens for tokens in (32, 64, 200, 2048) if tokens > self.drafts]
         trigger, policy = draw.choice(["budget", "pressure"]), draw.choice(["fcfs", "priority"])
         high = draw.choice([0.5, 0.9, 1.0])
