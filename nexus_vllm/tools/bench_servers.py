@@ -103,19 +103,29 @@ def metric(text: str, name: str) -> float:
 class Server:
     """A `vllm serve` in a process group of its own, ended with the `with` block.
 
-    Raises RuntimeError, with the end of its log, where it does not start.
+    `variables` are set in its environment, unless ours has them already. Raises RuntimeError, with
+    the end of its log, where it does not start.
     """
 
     def __init__(
-        self, name: str, model: Path, options: Sequence[str], kv_gib: int, log: Path
+        self,
+        name: str,
+        model: Path,
+        options: Sequence[str],
+        kv_gib: int,
+        log: Path,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
+        chosen = {key: os.environ.get(key, value) for key, value in (variables or {}).items()}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
         port = self.url.rsplit(":", 1)[1]
         shown = ["serve", str(model), *options, "--served-model-name", SERVED]
-        self.command = ("VLLM_PLUGINS= " if name == "stock" else "") + as_typed(shown, model)
+        typed = [f"{key}={value} " for key, value in chosen.items()]
+        typed += ["VLLM_PLUGINS= "] if name == "stock" else []
+        self.command = "".join(typed) + as_typed(shown, model)
         self.log = log
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
@@ -123,7 +133,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env=environment(name == "stock", kv_gib),
+                env={**environment(name == "stock", kv_gib), **chosen},
                 start_new_session=True,
             )
 

@@ -46,6 +46,10 @@ from nexus_vllm.tools.soak_report import (
 
 REPLY_TIMEOUT = 300.0
 DRAIN_TIMEOUT = 120.0
+# oneDNN keeps the last 1,024 kernels it made, one for each shape of a product, and malloc returns
+# little of what lay between them: vLLM's worker grows for many thousands of requests, with this
+# plugin or without (scripts/onednn_memory.py). Each layer still keeps its own 32.
+CPU_VARIABLES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
 LAST_EVENTS = ("response.completed", "response.incomplete", "message_stop")
 
 
@@ -96,7 +100,8 @@ def _run(args: argparse.Namespace) -> int:
         *("--num-gpu-blocks-override", str(pool_blocks(POOL_TOKENS, BLOCK))),
         *args.serve_args,
     ]
-    with Server("ours", model, options, 1, args.out / "server.log") as server:
+    variables = CPU_VARIABLES if cpu else {}
+    with Server("ours", model, options, 1, args.out / "server.log", variables) as server:
         server.wait()
         soak = Soak(server, args)
         finished = False

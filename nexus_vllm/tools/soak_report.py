@@ -33,9 +33,8 @@ COUNTERS = {
 
 WARM_UP = 2000
 """Requests after which a process has everything it will ever keep: the records are full, each
-thread has its arena, each grammar is compiled. On a CPU oneDNN alone makes the worker of stock vLLM
-some 100 MiB larger per 100 requests until its caches of kernels, one for each number of tokens in a
-step, are full: 1,024 in the process and 32 per layer."""
+thread has its arena, each grammar is compiled, and on a CPU each layer has its 32 oneDNN kernels,
+one for each number of tokens in a step."""
 FEWEST_DRAINS = 5
 """After the warm-up; fewer points give no slope."""
 GROWTH = 1.0

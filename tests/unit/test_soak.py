@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nexus_vllm.server.metrics import REJECTIONS
-from nexus_vllm.tools import soak
+from nexus_vllm.tools import bench_servers, soak
 from nexus_vllm.tools.bench_servers import Server
 from nexus_vllm.tools.soak_plan import (
     CHAT,
@@ -499,6 +499,22 @@ def test_a_run_that_fails_exits_1_and_writes_its_summary(
         assert soak.run(command(tmp_path)) == code
         assert ("passed" if not code else "HTTP 500") in told[0].read_text()
         assert len(json.loads(told[1].read_text())["faults"]) == code
+
+
+def test_the_server_runs_with_the_variables_of_the_soak_unless_they_are_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tell = tmp_path / "vllm"
+    tell.write_text('#!/bin/sh\necho "told $NEXUS_A $NEXUS_B"\n')
+    tell.chmod(0o755)
+    monkeypatch.setattr(bench_servers, "vllm_command", lambda: str(tell))
+    monkeypatch.setenv("NEXUS_B", "mine")
+    log = tmp_path / "log"
+    variables = {"NEXUS_A": "1", "NEXUS_B": "2"}
+    with Server("ours", tmp_path, [], 1, log, variables) as server:
+        server.process.wait(60)
+    assert log.read_text() == "told 1 mine\n"
+    assert server.command.startswith("NEXUS_A=1 NEXUS_B=mine vllm serve MODEL ")
 
 
 def plan(seed: int, count: int) -> Iterator[Ask]:
