@@ -7,17 +7,34 @@ contract test then covers it.
 from collections.abc import Mapping
 from dataclasses import fields
 
-from nexus_vllm.policies.base import Observation, Policy, block_attention
+from nexus_vllm.policies.base import Observation, Policy, Rope, block_attention, score
+from nexus_vllm.policies.cake import CakeScore
+from nexus_vllm.policies.expected_attention import ExpectedAttention
+from nexus_vllm.policies.h2o import H2O
+from nexus_vllm.policies.keydiff import KeyDiff
+from nexus_vllm.policies.knorm import KNorm
 from nexus_vllm.policies.nexus import Nexus
-from nexus_vllm.policies.random_blocks import RandomBlocks
+from nexus_vllm.policies.random_blocks import RandomBlocks, RandomGenerated
+from nexus_vllm.policies.snapkv import SnapKV
 from nexus_vllm.policies.streaming_llm import StreamingLLM
+from nexus_vllm.policies.tova import TOVA
+from nexus_vllm.policies.vase import VaSE
 
-__all__ = ["POLICIES", "Observation", "Policy", "block_attention", "make", "names"]
+__all__ = ["POLICIES", "Observation", "Policy", "Rope", "block_attention", "make", "names", "score"]
 
 POLICIES: dict[str, type[Policy]] = {
     Nexus.name: Nexus,
+    SnapKV.name: SnapKV,
+    TOVA.name: TOVA,
+    H2O.name: H2O,
+    CakeScore.name: CakeScore,
+    KeyDiff.name: KeyDiff,
+    KNorm.name: KNorm,
+    ExpectedAttention.name: ExpectedAttention,
+    VaSE.name: VaSE,
     StreamingLLM.name: StreamingLLM,
     RandomBlocks.name: RandomBlocks,
+    RandomGenerated.name: RandomGenerated,
 }
 
 
