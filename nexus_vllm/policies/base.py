@@ -128,8 +128,9 @@ class Observation:
 class Rope:
     """Rotary position embedding of queries and keys.
 
-    cos, sin: [P, R / 2] float32 by position. neox: whether the dimensions rotated together are
-    i and i + R / 2, as in most models, or 2 i and 2 i + 1. Dimensions from R on are not rotated.
+    cos, sin: [P, R / 2] float32 by position, as the model multiplies by them: YaRN lengthens both.
+    neox: whether the dimensions rotated together are i and i + R / 2, as in most models, or 2 i and
+      2 i + 1. Dimensions from R on are not rotated.
     """
 
     cos: Tensor

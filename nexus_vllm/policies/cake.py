@@ -14,8 +14,9 @@ from nexus_vllm.policies.tokens import check_pool, of_blocks, pooled
 class CakeScore(Policy):
     """w_j = sum over the block of avgpool_k(mean_q A + gamma Var_q A), averaged over heads.
 
-    Mean and variance run over the window's queries, for each query head. The method's budgets are
-    an allocator of the same name.
+    Mean and variance run over the window's queries, for each query head; the variance is the
+    unbiased one, as in the authors' code, and 0 for a single query. The method's budgets are an
+    allocator of the same name.
     gamma: weight of the variance. pool: k, tokens.
     Raises ValueError on a value out of range.
     """

@@ -1,6 +1,7 @@
 """Expected attention: what queries to come will look at, as far as past ones tell.
 
-arXiv 2510.00636. Where the paper takes all queries of the prompt, this takes those of the window.
+arXiv 2510.00636. Where the paper takes all queries of the prompt, this takes those of the window;
+and the softmax runs over all live tokens, where the authors' code leaves the first four out.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ class ExpectedAttention(Policy):
     and to be rotated by the average R over the next `future` positions. For a key k then
     z = scale k R mu + scale^2 k R Sigma R' k / 2, the logarithm of the expected exponential logit.
 
-    future: positions. eps: added to each token's attention before its value's norm counts.
+    future: positions; those beyond what `rope` knows count as its last.
+    eps: added to each token's attention before its value's norm counts.
     Raises ValueError on a value out of range.
     """
 
@@ -69,7 +71,8 @@ class ExpectedAttention(Policy):
             raise ValueError("expected-attention: the observation has no rope")
         rope = obs.rope
         cos, sin = rope.cos[positions][:, None], rope.sin[positions][:, None]  # [W, 1, R / 2]
-        plain = rope.turned(queries, cos, -sin)
+        length = cos.square() + sin.square()  # YaRN's and LongRoPE's rotations lengthen too
+        plain = rope.turned(queries, cos / length, -sin / length)
         mean = plain.mean(-3, keepdim=True)
         first = int(positions[-1]) + 1
         ahead = torch.arange(first, first + self.future).clamp(max=len(rope.cos) - 1)

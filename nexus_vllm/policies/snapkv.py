@@ -11,7 +11,10 @@ from nexus_vllm.policies.tokens import Pooling, check_pool, of_blocks, pooled
 
 @dataclass(frozen=True)
 class SnapKV(Policy):
-    """w_j = sum over the block of pool_k(mean over queries and heads of softmax attention).
+    """w_j = sum over the block of pool_k(A), averaged over KV heads.
+
+    A is softmax attention, averaged over the window's queries and the query heads that share a KV
+    head. The authors pool each query head instead, which is the same but for "max".
 
     pool: k, tokens. pooling: "avg" or "max".
     Raises ValueError on a value out of range.

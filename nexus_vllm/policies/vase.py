@@ -8,8 +8,9 @@ from torch import Tensor
 from nexus_vllm.policies.base import Observation, Policy, token_attention
 from nexus_vllm.policies.tokens import check_pool, of_blocks, pooled
 
-_RESERVED = 1e6
-"""Added to the weight of a reserved block: no other weight is more than 1, so that it stays."""
+_RESERVED = 1e30
+"""Added to the weight of a reserved block. No other weight is more than 1, so that it stays with
+any selector; "gumbel" may drop it at temperatures far above 1, where weights hardly count."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class VaSE(Policy):
             raise ValueError("vase: the observation does not say how many blocks will stay")
         score = of_blocks(pooled(token_attention(obs), obs.block_ids, self.pool))
         values = obs.all_values()
-        spread = (values.amax(-1) - values.amin(-1)).float().amax(-1).mean(-1)  # [..., N]
+        spread = values.amax(-1).float() - values.amin(-1).float()  # [..., N, Hkv, b]
+        spread = spread.amax(-1).mean(-1)
         spread = spread.masked_fill(~obs.candidates, -1)
         forced = ~obs.candidates if obs.valid is None else ~obs.candidates & obs.valid
         reserved = ((obs.keep - forced.sum(-1)).clamp(min=0) * self.reserve).round()
