@@ -262,6 +262,13 @@ def test_score_is_its_formula(policy: Policy, reading: Reading, case: dict[str, 
     check(policy, reading, observe(**case))
 
 
+def test_defaults_are_the_papers() -> None:
+    assert SnapKV() == SnapKV(pool=5, pooling="avg")
+    assert CakeScore() == CakeScore(gamma=200.0, pool=5)
+    assert ExpectedAttention() == ExpectedAttention(future=512, eps=0.0)
+    assert VaSE() == VaSE(reserve=0.25, pool=5)
+
+
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("factor", [0.7, 1.0, 1.4])
 def test_expected_attention_with_scaled_rotations(neox: bool, factor: float) -> None:
