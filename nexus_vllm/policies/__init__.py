@@ -7,7 +7,7 @@ contract test then covers it.
 from collections.abc import Mapping
 from dataclasses import fields
 
-from nexus_vllm.policies.base import Observation, Policy, Rope, block_attention, score
+from nexus_vllm.policies.base import Observation, Policy, Rope, block_attention, score, state_size
 from nexus_vllm.policies.cake import CakeScore
 from nexus_vllm.policies.expected_attention import ExpectedAttention
 from nexus_vllm.policies.h2o import H2O
@@ -20,7 +20,17 @@ from nexus_vllm.policies.streaming_llm import StreamingLLM
 from nexus_vllm.policies.tova import TOVA
 from nexus_vllm.policies.vase import VaSE
 
-__all__ = ["POLICIES", "Observation", "Policy", "Rope", "block_attention", "make", "names", "score"]
+__all__ = [
+    "POLICIES",
+    "Observation",
+    "Policy",
+    "Rope",
+    "block_attention",
+    "make",
+    "names",
+    "score",
+    "state_size",
+]
 
 POLICIES: dict[str, type[Policy]] = {
     Nexus.name: Nexus,

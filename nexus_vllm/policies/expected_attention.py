@@ -69,7 +69,8 @@ class ExpectedAttention(Policy):
             raise ValueError("expected-attention: the observation has no rope")
         rope = obs.rope
         cos, sin = rope.cos[positions][:, None], rope.sin[positions][:, None]  # [W, 1, R / 2]
-        plain = rope.turned(queries, cos, -sin)
+        length = cos.square() + sin.square()  # not 1 where the embedding stretches, as YaRN's
+        plain = rope.turned(queries, cos / length, -sin / length)
         mean = plain.mean(-3, keepdim=True)
         first = int(positions[-1]) + 1
         ahead = torch.arange(first, first + self.future).clamp(max=len(rope.cos) - 1)

@@ -45,7 +45,7 @@ from nexus_vllm.config import Settings
 from nexus_vllm.engine import compat
 from nexus_vllm.engine.cli import CONFIG_KEY
 from nexus_vllm.engine.evictor import Evictor, Layer
-from nexus_vllm.engine.layout import KeyLayout
+from nexus_vllm.engine.layout import UnitLayout
 from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.requests import fit
 from nexus_vllm.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
@@ -93,7 +93,7 @@ class Memory:
             Layer(
                 index,
                 cache,
-                KeyLayout.of(torch.arange(BLOCK)[:, None] * 4 + torch.arange(2)),
+                UnitLayout.of(torch.arange(BLOCK)[:, None] * 4 + torch.arange(2)),
                 1e-6,
                 2,
                 LayerWindow(slots, rows, HEADS, 2, torch.float32, CPU),

@@ -22,7 +22,7 @@ from nexus_vllm.allocators import Allocator, Situation
 from nexus_vllm.allocators.cake import Cake
 from nexus_vllm.config import Settings
 from nexus_vllm.engine.evictor import Evictor, Layer
-from nexus_vllm.engine.layout import KeyLayout
+from nexus_vllm.engine.layout import UnitLayout
 from nexus_vllm.engine.sequences import Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.unit_batch import UnevenBatch
@@ -181,7 +181,7 @@ class World:
             )
             window.ring[:] = torch.from_numpy(self._random(*window.ring.shape)) * 2 - 1
             layer = self.first_layer + index
-            layers.append(Layer(layer, cache, KeyLayout.of(order), 1.0, HEAD_SIZE, window))
+            layers.append(Layer(layer, cache, UnitLayout.of(order), 1.0, HEAD_SIZE, window))
         self.rings = [layer.window.ring for layer in layers]
         self.evictor = Evictor(layers, settings)
         self.uneven = UnevenEvictor(layers, settings)

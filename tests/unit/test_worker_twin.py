@@ -37,13 +37,14 @@ from nexus_vllm.config import Settings
 from nexus_vllm.engine import attention
 from nexus_vllm.engine.attention import EvictionBuilderMixin, EvictionImplMixin
 from nexus_vllm.engine.evictor import Evictor, Layer
-from nexus_vllm.engine.layout import KeyLayout
+from nexus_vllm.engine.layout import UnitLayout
 from nexus_vllm.engine.sequences import Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.unit_batch import UnitTables
 from nexus_vllm.engine.window import LayerWindow, ring_rows
 from nexus_vllm.engine.worker import EvictionWorker
 from nexus_vllm.plan import Eviction, StepPlan
+from nexus_vllm.policies.random_blocks import RandomBlocks
 from nexus_vllm.profile import ModelFacts, Profile
 
 EVENTS = int(os.environ.get("NEXUS_TWIN_EVENTS", "3000"))
@@ -209,13 +210,12 @@ class EvictionImpl(EvictionImplMixin, Impl):
     pass
 
 
-class Failing:
+class Failing(RandomBlocks):
     """A policy that raises."""
 
-    needs_window = False
     selector = None
 
-    def weights(self, seen: Any) -> Any:
+    def weights(self, obs: Any) -> Any:
         raise ZeroDivisionError("no blocks to score")
 
 
@@ -279,7 +279,7 @@ class Twin(RuleBasedStateMachine):
 
     def connect(self) -> None:
         """The worker and attention, as start-up leaves them."""
-        keys = KeyLayout.of(torch.arange(BLOCK)[:, None] * 2 * SIZE + torch.arange(SIZE))
+        keys = UnitLayout.of(torch.arange(BLOCK)[:, None] * 2 * SIZE + torch.arange(SIZE))
         layers = []
         for layer in range(LAYERS):
             first = self.start[layer]
