@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from importlib import resources
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -27,7 +28,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-POLICIES = (
+ENTRY_POINTS = "nexus_vllm.policies"
+"""Where other packages register their policies: a name, and the class derived from Policy."""
+BUILT_IN_POLICIES = (
     "nexus",
     "snapkv",
     "tova",
@@ -40,6 +43,10 @@ POLICIES = (
     "streaming-llm",
     "random",
     "random-generated",
+)
+POLICIES = (
+    *BUILT_IN_POLICIES,
+    *sorted({point.name for point in entry_points(group=ENTRY_POINTS)} - {*BUILT_IN_POLICIES}),
 )
 ALLOCATORS = ("uniform", "per-head", "pyramid", "ada", "cake", "lu", "global")
 Selector = Literal["topk", "reservoir", "gumbel", "pareto", "systematic"]
@@ -216,6 +223,7 @@ class Settings(BaseModel):
     decode_n: int | None = Field(default=None, ge=1, le=1024, strict=True)
     decode_temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
     smoothing: float = Field(default=0.0, ge=0, lt=1, allow_inf_nan=False)
+    parameters: dict[str, dict[str, Any]] = Field(default_factory=dict)
     seed: int = Field(default=0, ge=0, le=MAX_SEED, strict=True)
     # When
     trigger: Literal["budget", "pressure"] = "budget"
@@ -241,6 +249,15 @@ class Settings(BaseModel):
                 "'full' to evict only for requests that ask",
             )
         raise PydanticCustomError("policy", f"unknown policy. {nearest(policy, POLICIES)}")
+
+    @field_validator("parameters")
+    @classmethod
+    def _of_known_policies(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        for policy in parameters:
+            if policy not in POLICIES:
+                told = f"no policy {shown(policy)}. {nearest(policy, POLICIES)}"
+                raise PydanticCustomError("parameters", "{told}", {"told": told})
+        return parameters
 
     @field_validator("interval", mode="before")
     @classmethod

@@ -118,7 +118,8 @@ class Evictor:
         self.layers = layers
         self.settings = settings
         self.policies: dict[str, Policy] = {
-            name: policies.make(name, settings) for name in policies.names()
+            name: policies.make(name, settings, settings.parameters.get(name))
+            for name in policies.names()
         }
 
     def evict(
