@@ -6,6 +6,7 @@ Everything here fails closed: an engine that cannot evict as promised does not s
 import copy
 from typing import TYPE_CHECKING, Any
 
+from nexus_vllm import policies
 from nexus_vllm.config import Settings
 from nexus_vllm.engine.cli import CONFIG_KEY, active_settings
 from nexus_vllm.engine.hooks import SUPPORTED_VLLM, vllm_version
@@ -78,7 +79,8 @@ def check_config(vllm_config: "VllmConfig") -> None:
 
     Raises UnsupportedError.
     """
-    for found, needed, remedy in [*drifted(), *refusals(vllm_config)]:
+    wrong = wrong_parameters(settings_of(vllm_config))
+    for found, needed, remedy in [*drifted(), *refusals(vllm_config), *wrong]:
         raise UnsupportedError(found, needed, remedy)
     from nexus_vllm.engine import profiles  # imports this module
 
@@ -87,6 +89,18 @@ def check_config(vllm_config: "VllmConfig") -> None:
     # After the config is built: only then has vLLM decided between its two schedulers.
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+
+
+def wrong_parameters(settings: Settings) -> list[tuple[str, str, str]]:
+    """Parameters that a policy does not take, as `refusals`."""
+    found = []
+    for name, own in settings.parameters.items():
+        try:
+            policies.make(name, settings, own)
+        except ValueError as error:
+            needed = f"parameters.{name} are that policy's own"
+            found.append((str(error), needed, "correct --kv-eviction-config"))
+    return found
 
 
 def drifted() -> list[tuple[str, str, str]]:

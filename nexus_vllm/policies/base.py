@@ -186,6 +186,15 @@ class Policy(ABC):
         raise NotImplementedError(f"{self.name} has no state")
 
 
+def state_size(policy: Policy, smoothing: float) -> int:
+    """S, the last dimension of the state that `score` returns; 0: it returns none."""
+    return policy.state_size + _smooths(policy, smoothing)
+
+
+def _smooths(policy: Policy, smoothing: float) -> bool:
+    return smoothing > 0 and policy.selector is None
+
+
 def score(policy: Policy, obs: Observation, smoothing: float = 0.0) -> tuple[Tensor, Tensor | None]:
     """A policy's weights [..., N], and what is to be kept of each block, [..., N, S] or None.
 
@@ -194,7 +203,7 @@ def score(policy: Policy, obs: Observation, smoothing: float = 0.0) -> tuple[Ten
       block. Not for a policy that has a selector of its own: there is nothing to smooth.
     `obs.state` is what this function has returned for these blocks at the last eviction.
     """
-    smooth = smoothing > 0 and policy.selector is None
+    smooth = _smooths(policy, smoothing)
     known, before = obs.state, None
     if smooth and known is not None:
         known, before = known[..., :-1], known[..., -1]

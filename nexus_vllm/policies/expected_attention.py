@@ -71,7 +71,7 @@ class ExpectedAttention(Policy):
             raise ValueError("expected-attention: the observation has no rope")
         rope = obs.rope
         cos, sin = rope.cos[positions][:, None], rope.sin[positions][:, None]  # [W, 1, R / 2]
-        length = cos.square() + sin.square()  # YaRN's and LongRoPE's rotations lengthen too
+        length = cos.square() + sin.square()  # not 1 where the embedding stretches, as YaRN's
         plain = rope.turned(queries, cos / length, -sin / length)
         mean = plain.mean(-3, keepdim=True)
         first = int(positions[-1]) + 1

@@ -242,7 +242,7 @@ def test_make_takes_a_mapping_or_any_settings_object() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("nexsu", {}, "'nexsu' is unknown.*nexus, snapkv, tova"),
+        ("nexsu", {}, "'nexsu' is unknown.*nexus, snapkv, .*streaming-llm, random"),
         ("nexus", {"lambda": 0.5}, "no parameter lambda; it takes: walk_steps, lam"),
         ("random", {"lam": 0.5}, "no parameter lam; it takes: none"),
         ("nexus", {"lam": -0.5}, "lam is -0.5"),

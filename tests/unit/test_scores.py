@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nexus_vllm import policies
 from nexus_vllm.policies import Observation, Policy, Rope, score
+from nexus_vllm.policies.base import state_size
 from nexus_vllm.policies.cake import CakeScore
 from nexus_vllm.policies.expected_attention import ExpectedAttention
 from nexus_vllm.policies.h2o import H2O
@@ -534,6 +535,8 @@ def test_what_is_kept_of_a_block(name: str) -> None:
     else:
         assert smooth is not None
         assert smooth.shape == (2, 5, policy.state_size + 1)
+    for kept, smoothing in ((state, 0.0), (smooth, 0.5)):
+        assert state_size(policy, smoothing) == (0 if kept is None else kept.shape[-1])
 
 
 # --- VaSE, random-generated -------------------------------------------------------------------

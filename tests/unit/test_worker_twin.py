@@ -37,13 +37,15 @@ from nexus_vllm.config import Settings
 from nexus_vllm.engine import attention
 from nexus_vllm.engine.attention import EvictionBuilderMixin, EvictionImplMixin
 from nexus_vllm.engine.evictor import Evictor, Layer
-from nexus_vllm.engine.layout import KeyLayout
+from nexus_vllm.engine.layout import UnitLayout
 from nexus_vllm.engine.sequences import Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.unit_batch import UnitTables
 from nexus_vllm.engine.window import LayerWindow, ring_rows
 from nexus_vllm.engine.worker import EvictionWorker
 from nexus_vllm.plan import Eviction, StepPlan
+from nexus_vllm.policies import Rope
+from nexus_vllm.policies.random_blocks import RandomBlocks
 from nexus_vllm.profile import ModelFacts, Profile
 
 EVENTS = int(os.environ.get("NEXUS_TWIN_EVENTS", "3000"))
@@ -55,6 +57,7 @@ BLOCK, LAYERS, HEADS, GROUP, SIZE, PAGES, SLOTS = 32, 3, 2, 2, 3, 40, 4
 QUERY_HEADS = HEADS * GROUP
 LONGEST = 20 * BLOCK
 CPU = torch.device("cpu")
+ROPE = Rope(torch.ones(1, SIZE // 2), torch.zeros(1, SIZE // 2))
 FACT, UNIT = 2 * SIZE * 4, BLOCK * 2 * SIZE * 4
 """Bytes."""
 PAIRS = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
@@ -209,13 +212,12 @@ class EvictionImpl(EvictionImplMixin, Impl):
     pass
 
 
-class Failing:
+class Failing(RandomBlocks):
     """A policy that raises."""
 
-    needs_window = False
     selector = None
 
-    def weights(self, seen: Any) -> Any:
+    def weights(self, obs: Any) -> Any:
         raise ZeroDivisionError("no blocks to score")
 
 
@@ -279,14 +281,15 @@ class Twin(RuleBasedStateMachine):
 
     def connect(self) -> None:
         """The worker and attention, as start-up leaves them."""
-        keys = KeyLayout.of(torch.arange(BLOCK)[:, None] * 2 * SIZE + torch.arange(SIZE))
+        order = torch.arange(BLOCK)[:, None] * 2 * SIZE + torch.arange(SIZE)
+        keys, values = UnitLayout.of(order), UnitLayout.of(order + SIZE)
         layers = []
         for layer in range(LAYERS):
             first = self.start[layer]
             cache = self.storage[first : first + PAGES * HEADS]
             window = LayerWindow(SLOTS, self.ring_rows, QUERY_HEADS, SIZE, torch.float32, CPU)
             cache = cache.view(PAGES, HEADS, BLOCK, 2 * SIZE)
-            layers.append(Layer(layer, cache, keys, 1e-6, SIZE, window))
+            layers.append(Layer(layer, cache, keys, 1e-6, SIZE, window, values, ROPE))
         self.layers, self.runner = layers, Rows()
         self.worker = worker = EvictionWorker.__new__(EvictionWorker)
         worker.eviction, worker.runner = self.settings, self.runner  # type: ignore[assignment]
