@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from vllm.utils import length_from_prompt_token_ids_or_embeds
+
 from nexus_vllm.admission import carried_pages, plans
 from nexus_vllm.config import DirectiveError, Settings
 from nexus_vllm.engine.hooks import wrap
@@ -99,8 +101,6 @@ def fit(request: "EngineCoreRequest", settings: Settings, vllm_config: "VllmConf
     params, pool = request.sampling_params, vllm_config.cache_config.num_gpu_blocks
     if params is None or not pool:
         return
-    from vllm.utils import length_from_prompt_token_ids_or_embeds
-
     # vLLM's front end sums up the pools of its data-parallel engines; one page is its null block.
     parallel = vllm_config.parallel_config
     engines = parallel.data_parallel_size

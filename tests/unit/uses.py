@@ -119,8 +119,6 @@ class Module:
     def lookup(self, name: str) -> Types:
         if name in vars(self.runtime):
             return value(vars(self.runtime)[name])
-        if name in self._checking:
-            return self._checking[name]()
         return value(vars(builtins).get(name))
 
     def annotation(self, node: ast.AST | None, owner: Any) -> Types:
@@ -145,8 +143,6 @@ class Module:
     def _types(self, meant: Any, owner: Any) -> Types:
         if isinstance(meant, str):
             return self._named(meant, owner)
-        if isinstance(meant, typing.ForwardRef):
-            return self._named(meant.__forward_arg__, owner)
         if meant is typing.Self:
             return a(owner)
         if meant in (None, type(None), Any) or isinstance(meant, typing.TypeVar):
@@ -158,8 +154,6 @@ class Module:
             return union(self._types(arg, owner) for arg in args)
         if origin is collections.abc.Callable:
             args = args[-1:]
-        elif origin is typing.Annotated:
-            return self._types(args[0], owner)
         return a(origin, *(self._types(arg, owner) for arg in args if arg is not ...))
 
 
@@ -171,8 +165,6 @@ def imported(node: ast.Import | ast.ImportFrom) -> dict[str, Callable[[], Types]
 
     def load(module: str, name: str) -> Types:
         found: Any = importlib.import_module(module)
-        if name and not hasattr(found, name):
-            return value(importlib.import_module(f"{module}.{name}"))
         return value(getattr(found, name) if name else found)
 
     module = getattr(node, "module", "")
