@@ -5,7 +5,7 @@ pages of the live window -> keys --policy--> weights --selector--> kept blocks -
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction
 from nexus_vllm.policies import Observation, Policy, Rope, score, state_size
 from nexus_vllm.selectors import select
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
 
 OnError = Callable[[Exception], None]
 """Takes what a policy or an allocator has raised."""
@@ -45,7 +48,9 @@ class Layer:
     rope: Rope | None = None
 
     @classmethod
-    def of(cls, index: int, module: Any, window: LayerWindow, rope: Rope | None = None) -> "Layer":
+    def of(
+        cls, index: int, module: "Attention", window: LayerWindow, rope: Rope | None = None
+    ) -> "Layer":
         """Probe an initialised attention layer. Raises RuntimeError for a cache of unknown form."""
         cache: Tensor = module.kv_cache
         heads, size = module.num_kv_heads, module.head_size
@@ -176,7 +181,7 @@ class Evictor:
                     query_positions=positions,
                     keys=keys,
                     block_ids=blocks[rows],
-                    scale=self.layers[rows][0].scale,
+                    scale=self.layers[rows.start].scale,
                     candidates=~forced[rows],
                     seed=eviction.seed,
                     event=eviction.event,

@@ -8,11 +8,19 @@ slips past the middleware all meet in `InputProcessor.process_inputs`.
 
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from nexus_vllm.admission import carried_pages, plans
 from nexus_vllm.config import DirectiveError, Settings
 from nexus_vllm.engine.hooks import wrap
+
+if TYPE_CHECKING:
+    from vllm import PoolingParams, RequestOutput, SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.input_processor import InputProcessor
 
 
 def install() -> None:
@@ -34,10 +42,17 @@ def install() -> None:
 
 def _validating(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(
-        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+        self: "InputProcessor",
+        request_id: str,
+        prompt: Any,
+        params: "SamplingParams | PoolingParams",
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
+        from vllm import SamplingParams
+
         settings = _settings(self)
-        if settings is not None:
+        if settings is not None and isinstance(params, SamplingParams):
             validate(params, settings)
         request = original(self, request_id, prompt, params, *args, **kwargs)
         if settings is not None:
@@ -51,6 +66,7 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
     async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         from vllm.exceptions import GenerationError
 
+        output: RequestOutput
         async with aclosing(original(self, *args, **kwargs)) as outputs:  # its end aborts
             async for output in outputs:
                 for one in output.outputs:
@@ -62,13 +78,13 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-def validate(params: Any, settings: Settings) -> None:
+def validate(params: "SamplingParams", settings: Settings) -> None:
     """Raise vLLM's own validation error (HTTP 400) when the directive in `params` is malformed."""
     with _as_validation_error():
-        settings.directive(getattr(params, "extra_args", None))
+        settings.directive(params.extra_args)
 
 
-def scores_prompt(params: Any) -> bool:
+def scores_prompt(params: "SamplingParams | None") -> bool:
     """Whether a request wants logprobs of its prompt, each of which must see all tokens before."""
     if params is None:  # a pooling request
         return False
@@ -76,7 +92,7 @@ def scores_prompt(params: Any) -> bool:
     return any(value is not None for value in asked)
 
 
-def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
+def fit(request: "EngineCoreRequest", settings: Settings, vllm_config: "VllmConfig") -> None:
     """Refuse (HTTP 400) what the pool can never carry to its end, rather than let it wait forever.
 
     A sequence that keeps everything may grow until the pool is full, then ends with "length", as
@@ -85,8 +101,6 @@ def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
     params, pool = request.sampling_params, vllm_config.cache_config.num_gpu_blocks
     if params is None or not pool:
         return
-    from vllm.utils import length_from_prompt_token_ids_or_embeds
-
     # vLLM's front end sums up the pools of its data-parallel engines; one page is its null block.
     parallel = vllm_config.parallel_config
     engines = parallel.data_parallel_size
@@ -141,7 +155,7 @@ def _as_validation_error() -> Iterator[None]:
         raise VLLMValidationError(str(error), parameter=error.field) from None
 
 
-def _settings(processor: Any) -> Settings | None:
+def _settings(processor: "InputProcessor") -> Settings | None:
     """The engine's settings, read once per processor."""
     from nexus_vllm.engine.cli import active_settings
 

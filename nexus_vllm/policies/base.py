@@ -185,6 +185,13 @@ class Policy(ABC):
         """
         raise NotImplementedError(f"{self.name} has no state")
 
+    def reserve(self, obs: Observation, weights: Tensor) -> Tensor:
+        """Weights in which the blocks that stay whatever they weigh are raised above all others.
+
+        Called with what `weights` gave, smoothed if that is asked for; what it adds is not.
+        """
+        return weights
+
 
 def state_size(policy: Policy, smoothing: float) -> int:
     """S, the last dimension of the state that `score` returns; 0: it returns none."""
@@ -217,7 +224,7 @@ def score(policy: Policy, obs: Observation, smoothing: float = 0.0) -> tuple[Ten
             weights = torch.where(before.isnan(), weights, mixed)
         last = weights[..., None]
         state = last if state is None else torch.cat([state, last], dim=-1)
-    return weights, state
+    return policy.reserve(obs, weights), state
 
 
 Reduce = Callable[[Tensor], Tensor]

@@ -74,6 +74,7 @@ class EvictionMiddleware:
         """The engine's own settings, from the app that vLLM attached its config to."""
         if self._settings is None:
             app = scope.get("app")
+            # An app that does not have it is not served: see `_no_settings`.
             vllm_config = getattr(getattr(app, "state", None), "vllm_config", None)
             self._settings = active_settings(getattr(vllm_config, "additional_config", None))
         return self._settings

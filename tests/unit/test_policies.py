@@ -130,7 +130,7 @@ EVERY_POLICY = [
         ("snapkv", {"pool": 1}),
         ("cake", {"gamma": 0.0}),
         ("expected-attention", {"future": 3, "eps": 0.02}),
-        ("vase", {"reserve": 1.0}),
+        ("vase", {"share": 1.0}),
     ]
 ]
 SHAPES: list[dict[str, Any]] = [
@@ -249,9 +249,9 @@ def test_make_takes_a_mapping_or_any_settings_object() -> None:
         ("nexus", {"lam": math.nan}, "lam is nan"),
         ("nexus", {"eps_tie": math.inf}, "eps_tie is inf"),
         ("nexus", {"walk_steps": -1}, "walk_steps is -1"),
-        ("nexus", {"heads": "max"}, "'max', choose one of per-head, mean"),
-        ("nexus", {"walk_rows": "last"}, "'last', choose one of newest, oldest, spread"),
-        ("nexus", {"walk_over": "some"}, "'some', choose one of all, candidates"),
+        ("nexus", {"heads": "max"}, "heads is 'max'.*'per-head' or 'mean'"),
+        ("nexus", {"walk_rows": "last"}, "walk_rows is 'last'.*'newest', 'oldest' or 'spread'"),
+        ("nexus", {"walk_over": "some"}, "walk_over is 'some'.*'all' or 'candidates'"),
     ],
 )
 def test_wrong_parameters_are_named(name: str, options: dict[str, Any], message: str) -> None:

@@ -192,7 +192,7 @@ def reserved(row: Row, policy: VaSE) -> set[int]:
     """The ids of the blocks of large values; ranges must differ."""
     assert row.obs.keep is not None
     forced = int((~row.obs.candidates[row.order]).sum())
-    count = round(policy.reserve * max(0, row.obs.keep - forced))
+    count = round(policy.share * max(0, row.obs.keep - forced))
     ranges = value_range(row).tolist()
     ids = row.obs.block_ids[row.order].tolist()
     free = [j for j, index in enumerate(row.order.tolist()) if row.obs.candidates[index]]
@@ -216,8 +216,8 @@ READINGS: list[tuple[Policy, Reading]] = [
     (ExpectedAttention(), expected_attention),
     (ExpectedAttention(future=3, eps=0.02), expected_attention),
     (ExpectedAttention(future=1), expected_attention),
-    (VaSE(reserve=0.0), snapkv),
-    (VaSE(reserve=0.0, pool=3), snapkv),
+    (VaSE(share=0.0), snapkv),
+    (VaSE(share=0.0, pool=3), snapkv),
 ]
 
 
@@ -267,7 +267,7 @@ def test_defaults_are_the_papers() -> None:
     assert SnapKV() == SnapKV(pool=5, pooling="avg")
     assert CakeScore() == CakeScore(gamma=200.0, pool=5)
     assert ExpectedAttention() == ExpectedAttention(future=512, eps=0.0)
-    assert VaSE() == VaSE(reserve=0.25, pool=5)
+    assert VaSE() == VaSE(share=0.25, pool=5)
 
 
 @pytest.mark.parametrize("neox", [True, False])
@@ -547,7 +547,7 @@ def test_what_is_kept_of_a_block(name: str) -> None:
 def test_vase_reserves_large_values_and_is_snapkv_else(
     keep: int, reserve: float, real: Real
 ) -> None:
-    obs, policy = replace(real.obs, keep=keep), VaSE(reserve=reserve)
+    obs, policy = replace(real.obs, keep=keep), VaSE(share=reserve)
     weights, _ = score(policy, obs)
     expected = read(policy, snapkv, obs)
     for layer in range(len(LAYERS)):
@@ -565,7 +565,7 @@ def test_whatever_draws_the_others_reserved_blocks_stay(selector: str, temperatu
     rows = 4000
     obs = observe(lead=(rows,), blocks=6, window=1, dim=2)
     obs = replace(obs, keep=3, candidates=torch.ones_like(obs.candidates))
-    weights, _ = score(VaSE(reserve=2 / 3), obs)
+    weights, _ = score(VaSE(share=2 / 3), obs)
     kept = select(
         selector,
         weights,
@@ -584,9 +584,24 @@ def test_vase_with_equal_values_reserves_the_newest(real: Real) -> None:
     obs = changed(real.obs, ("values",), torch.ones_like)
     order = torch.randperm(10, generator=torch.Generator().manual_seed(3))
     for seen in (obs, permuted(obs, order)):
-        weights, _ = score(VaSE(reserve=0.5), seen)
+        weights, _ = score(VaSE(share=0.5), seen)
         for ids, high in zip(seen.block_ids, weights > 1, strict=True):
             assert sorted(ids[high].tolist()) == [9, 10]
+
+
+def test_smoothing_does_not_keep_what_was_reserved_once(real: Real) -> None:
+    """What is added for a reserved block is gone at the next eviction, whatever the smoothing."""
+    first, policy = replace(real.obs, keep=6), VaSE(share=0.5)
+    before, state = score(policy, first, 0.9)
+    assert first.values is not None
+    other = replace(first, values=first.values.flip(1), state=state, event=2)
+    weights, _ = score(policy, other, 0.9)
+    for layer in range(len(LAYERS)):
+        row = Row.of(row_of(other, layer))
+        ids = other.block_ids[layer].tolist()
+        above = {j for j, w in zip(ids, weights[layer].tolist(), strict=True) if w > 1}
+        assert above == reserved(row, policy)
+    assert not torch.equal(before > 1, weights > 1)
 
 
 def test_vase_needs_to_know_how_many_stay() -> None:
