@@ -80,8 +80,7 @@ def check_config(vllm_config: "VllmConfig") -> None:
 
     Raises UnsupportedError.
     """
-    wrong = wrong_parameters(settings_of(vllm_config))
-    for found, needed, remedy in [*drifted(), *refusals(vllm_config), *wrong]:
+    for found, needed, remedy in [*drifted(), *refusals(vllm_config)]:
         raise UnsupportedError(found, needed, remedy)
     from nexus_vllm.engine import profiles  # imports this module
 
@@ -281,7 +280,8 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
             f"drop {connector_flag}",
         ),
     ]
-    return [(found, needed, remedy) for refused, found, needed, remedy in checks if refused]
+    told = [(found, needed, remedy) for refused, found, needed, remedy in checks if refused]
+    return told + wrong_parameters(settings)
 
 
 def in_model_dtype(cache_dtype: str, model_config: "ModelConfig") -> bool:

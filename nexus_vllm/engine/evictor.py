@@ -191,7 +191,7 @@ class Evictor:
                     new_queries=eviction.computed - sequence.seen,
                     keep=len(eviction.kept_pages),
                     prompt_blocks=eviction.prompt_tokens // settings.block_size,
-                    rope=self.layers[rows][0].rope,
+                    rope=self.layers[rows.start].rope,
                 ),
                 settings.smoothing,
             )

@@ -1,9 +1,9 @@
 """The rotary embedding of each attention layer, for policies that undo it."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.nn import Module
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from nexus_vllm.policies import Rope
 
@@ -17,27 +17,29 @@ class RopeTables:
     def __init__(self) -> None:
         self._known: dict[int, Rope | None] = {}
 
-    def of(self, model: Any, name: str) -> Rope | None:
+    def of(self, model: Module, name: str) -> Rope | None:
         """How the attention layer `name` of vLLM's model rotates queries and keys.
 
-        None where its parent has no `rotary_emb` with a table of cosines and sines, or where that
+        None where its parent has no `rotary_emb` of the usual kind, or where that
         does something else to a few random vectors than `Rope.turned` does with the table.
         """
         try:
-            rotary = model.get_submodule(name.rpartition(".")[0]).rotary_emb
-            table, neox = rotary.cos_sin_cache, rotary.is_neox_style
+            rotary: object = model.get_submodule(name.rpartition(".")[0] + ".rotary_emb")
         except AttributeError:
             return None
+        if not isinstance(rotary, RotaryEmbedding):
+            return None
         if id(rotary) not in self._known:
-            self._known[id(rotary)] = _proved(rotary, table, neox)
+            self._known[id(rotary)] = _proved(rotary)
         return self._known[id(rotary)]
 
 
-def _proved(rotary: Any, table: Tensor, neox: bool) -> Rope | None:
+def _proved(rotary: RotaryEmbedding) -> Rope | None:
+    table: Tensor = rotary.cos_sin_cache
     if table.ndim != 2:
         return None
     cos, sin = table.float().chunk(2, dim=-1)
-    rope = Rope(cos, sin, neox)
+    rope = Rope(cos, sin, rotary.is_neox_style)
     draw = torch.Generator().manual_seed(0)
     positions = torch.randint(len(cos), (_POSITIONS,), generator=draw)
     given = torch.randn(_POSITIONS, rotary.head_size, generator=draw)
