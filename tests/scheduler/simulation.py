@@ -92,7 +92,7 @@ class Memory:
         self.ring = torch.full((slots, rows), -1)
         order = torch.arange(BLOCK)[:, None] * 4 + torch.arange(2)
         keys, values = UnitLayout.of(order), UnitLayout.of(order + 2)
-        rope = Rope(torch.ones(1, 1), torch.zeros(1, 1))
+        rope = Rope(torch.ones(4096, 1), torch.zeros(4096, 1))
         layers = []
         for index, cache in enumerate(self.cache):
             window = LayerWindow(slots, rows, HEADS, 2, torch.float32, CPU)

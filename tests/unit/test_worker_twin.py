@@ -57,7 +57,7 @@ BLOCK, LAYERS, HEADS, GROUP, SIZE, PAGES, SLOTS = 32, 3, 2, 2, 3, 40, 4
 QUERY_HEADS = HEADS * GROUP
 LONGEST = 20 * BLOCK
 CPU = torch.device("cpu")
-ROPE = Rope(torch.ones(1, SIZE // 2), torch.zeros(1, SIZE // 2))
+ROPE = Rope(torch.ones(4096, SIZE // 2), torch.zeros(4096, SIZE // 2))
 FACT, UNIT = 2 * SIZE * 4, BLOCK * 2 * SIZE * 4
 """Bytes."""
 PAIRS = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
