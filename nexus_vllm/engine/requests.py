@@ -124,6 +124,15 @@ def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
                 "part of the last may be gone",
                 "Use full, or drop prompt_logprobs.",
             )
+        if not found and params.min_tokens > tokens - prompt:
+            # With fewer max_tokens than that, the parameters would not be read by the engine.
+            raise DirectiveError(
+                "kv_budget",
+                str(directive.budget),
+                f"min_tokens={params.min_tokens} after a prompt of {prompt} tokens need all of "
+                f"their KV, the pool holds {tokens} tokens",
+                "Give it a budget, such as 20%, or lower min_tokens.",
+            )
     if not found:
         params.max_tokens = min(params.max_tokens, tokens - prompt)
 
