@@ -180,9 +180,14 @@ def _activating(original: Callable[..., Any]) -> Callable[..., Any]:
         settings = active_settings(self.additional_config)
         if settings is None:
             return original(self, *args, **kwargs)
-        from nexus_vllm.engine import compat
+        from vllm.usage.usage_lib import UsageContext
+
+        from nexus_vllm.engine import compat, requests
 
         prepare(self, settings)
+        usage = args[0] if args else kwargs.get("usage_context")
+        if usage == UsageContext.OPENAI_API_SERVER:
+            requests.install_server()
         vllm_config = original(self, *args, **kwargs)
         compat.check_config(vllm_config)
         return vllm_config
