@@ -139,6 +139,10 @@ def _fold(args: argparse.Namespace) -> None:
         flag = "--" + given[0].replace("_", "-")
         raise ValueError(f"{flag} does nothing without --kv-eviction {{{','.join(POLICIES)}}}")
     additional = args.additional_config or {}
+    if policy == "none" and isinstance(additional, dict) and additional.get(CONFIG_KEY) is not None:
+        raise ValueError(
+            f"--kv-eviction none and --additional-config {CONFIG_KEY!r} say the opposite; drop one"
+        )
     if policy != "none" and (policy is not None or source is not None):
         if not isinstance(additional, dict):
             raise ValueError(
