@@ -4,6 +4,7 @@
 our code and fails where it uses anything that is not in here, or no longer uses what is.
 """
 
+import sys
 from typing import Any
 
 
@@ -45,6 +46,7 @@ def uses() -> dict[type, tuple[str, ...]]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import GenerationError, VLLMValidationError
     from vllm.model_executor.layers.attention import Attention
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.attention.backend import (
         AttentionBackend,
         AttentionCGSupport,
@@ -64,6 +66,7 @@ def uses() -> dict[type, tuple[str, ...]]:
         SingleTypeKVCacheManager,
     )
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -152,7 +155,15 @@ def uses() -> dict[type, tuple[str, ...]]:
         # Front end
         InputProcessor: ("__dict__", "vllm_config"),
         EngineCoreRequest: ("prompt_embeds", "prompt_token_ids", "resumable", "sampling_params"),
-        SamplingParams: ("extra_args", "max_tokens", "prompt_logprob_token_ids", "prompt_logprobs"),
+        SamplingParams: (
+            "extra_args",
+            "max_tokens",
+            "min_tokens",
+            "prompt_logprob_token_ids",
+            "prompt_logprobs",
+        ),
+        AsyncLLM: ("input_processor", "vllm_config"),
+        UsageContext: ("OPENAI_API_SERVER",),
         RequestOutput: ("outputs",),
         CompletionOutput: ("finish_reason", "stop_reason"),
         GenerationError: ("__init__(message)",),
@@ -283,6 +294,9 @@ def uses() -> dict[type, tuple[str, ...]]:
         UvaBackedTensor: ("np",),
         StagedWriteTensor: ("gpu",),
     }
+    # Of a server only; nothing else need import it.
+    if responses := sys.modules.get("vllm.entrypoints.openai.responses.serving"):
+        table[responses.OpenAIServingResponses] = ("engine_client",)
     for name in attention.BACKENDS:
         stock = attention._stock(name)
         table[stock.get_builder_cls()] = ("num_heads", "num_kv_heads")

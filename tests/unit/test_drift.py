@@ -282,7 +282,6 @@ FOREIGN = {
     "f.name": "of dataclasses.fields",
     "policies.get": "of a dict of ours",
     "report['requests'].items": "of a dict of ours",
-    "scope['path'].removeprefix": "of ASGI",
 }
 """What `uses` cannot tell the type of, and is not vLLM's."""
 

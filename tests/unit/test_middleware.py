@@ -197,12 +197,20 @@ async def test_a_client_that_leaves_after_the_body_is_noticed() -> None:
     assert seen.disconnected
 
 
-async def test_a_root_path_is_allowed_for() -> None:
+@pytest.mark.parametrize(
+    ("root", "prefix"), [("/behind", "/behind"), ("/behind", ""), ("/", ""), ("/v", "")]
+)
+async def test_a_root_path_is_allowed_for(root: str, prefix: str) -> None:
     app = make_app()
-    transport = httpx.ASGITransport(app=app, root_path="/behind")
+    transport = httpx.ASGITransport(app=app, root_path=root)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        response = await client.post("/behind" + PATHS[0], json={}, headers={"X-KV-Budget": "1"})
-    assert response.status_code == 400
+        path = prefix + PATHS[0]
+        response = await client.post(path, json={}, headers={"X-KV-Budget": "1"})
+        assert response.status_code == 400
+        assert "the least is 128 tokens" in response.text
+        response = await client.post(path, json={}, headers={"X-KV-Budget": "512"})
+        assert response.status_code == 200
+        assert "budget=512" in response.headers["X-KV-Eviction"]
 
 
 async def test_authentication_comes_first() -> None:
@@ -237,6 +245,7 @@ MALFORMED: list[tuple[dict[str, str] | list[tuple[str, str]], Any, str, str, str
     *(({X + "Prefill": value}, {}, value, "oneshot", "prefill") for value in ("once", "", "full")),
     ({X + "Bugdet": "512"}, {}, "512", "X-KV-Budget", "unknown"),
     ({X + "Eviction": "nexus"}, {}, "nexus", "X-KV-", "unknown"),
+    *(({name: "512"}, {}, "512", "X-KV-Budget", "budget") for name in ("X_KV_Budget", "KV-Budget")),
     ([(X + "Budget", "512"), (X + "Budget", "512")], {}, "512", "once", "repeated"),
     ([(X + "Policy", "none"), (X + "Policy", "nexus")], {}, "nexus", "once", "repeated"),
     *(
@@ -253,7 +262,14 @@ MALFORMED: list[tuple[dict[str, str] | list[tuple[str, str]], Any, str, str, str
     ),
     ({}, {"vllm_xargs": {"kv_prefill": "twice"}}, "twice", "streaming", "prefill"),
     ({}, {"vllm_xargs": {"kv_bugdet": 512}}, "512", "kv_budget", "unknown"),
-    ({}, {"kv_budget": 512}, "512", "vllm_xargs", "body"),
+    *(
+        ({}, {"vllm_xargs": {key: 512}}, "512", "mean 'kv_budget'?", "budget")
+        for key in ("KV_BUDGET", "kv-budget", "X-KV-Budget", "x_kv_budget")
+    ),
+    *(
+        ({}, {key: 512}, "512", '{"vllm_xargs": {"kv_budget": ...}}', "body")
+        for key in ("kv_budget", "KV_Budget", "kv-budget", "X-KV-Budget")
+    ),
     ({X + "Seed": "1"}, {"vllm_xargs": [1]}, "[1]", "object", "body"),
     ({X + "Seed": "1"}, {"use_beam_search": True}, "True", "beam search", "body"),
     ({X + "Budget": "512"}, {"vllm_xargs": {"kv_budget": 513}}, "512", "513", "conflict"),
