@@ -68,6 +68,13 @@ def plain_name(name: str) -> str:
     return name.lower().replace("-", "_").removeprefix("x_")
 
 
+def beam_search_refusal() -> DirectiveError:
+    """Beams get no directives: vLLM resubmits each as requests for one token, without them."""
+    return DirectiveError(
+        "use_beam_search", True, "vLLM's beam search drops KV directives", "Drop it or them."
+    )
+
+
 def shown(value: object) -> str:
     """A value for an error's text, short whatever it is."""
     try:

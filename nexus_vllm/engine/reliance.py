@@ -294,9 +294,14 @@ def uses() -> dict[type, tuple[str, ...]]:
         UvaBackedTensor: ("np",),
         StagedWriteTensor: ("gpu",),
     }
-    # Of a server only; nothing else need import it.
-    if responses := sys.modules.get("vllm.entrypoints.openai.responses.serving"):
+    # Of a server only; nothing else need import them.
+    server = "vllm.entrypoints.openai."
+    if responses := sys.modules.get(server + "responses.serving"):
         table[responses.OpenAIServingResponses] = ("engine_client",)
+    if completion := sys.modules.get(server + "completion.protocol"):
+        table[completion.CompletionRequest] = ("vllm_xargs",)
+    if chat := sys.modules.get(server + "chat_completion.protocol"):
+        table[chat.ChatCompletionRequest] = ("vllm_xargs",)
     for name in attention.BACKENDS:
         stock = attention._stock(name)
         table[stock.get_builder_cls()] = ("num_heads", "num_kv_heads")

@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Any
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from nexus_vllm.admission import carried_pages, plans
-from nexus_vllm.config import DirectiveError, Settings
+from nexus_vllm.config import (
+    DIRECTIVE_KEYS,
+    DirectiveError,
+    Settings,
+    beam_search_refusal,
+    plain_name,
+)
 from nexus_vllm.engine.hooks import wrap
 
 if TYPE_CHECKING:
     from vllm import PoolingParams, RequestOutput, SamplingParams
     from vllm.config import VllmConfig
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -45,16 +53,25 @@ def install() -> None:
 
 
 def install_server() -> None:
-    """Wrap the Responses API's way to `generate` with the check.
+    """Wrap the Responses API's way to `generate` with the check, beam search with a refusal.
 
     Symptom without: what is refused is no HTTP 400 if streamed, but an error within a stream that
     has begun, or its end without a word. Cause: vLLM processes a request's inputs when the first
     output is asked for, and sends the status before. Remove when it does not.
+
+    Symptom without: where no header is read (/invocations, `vllm run-batch`), beams are kept whole
+    though the body asks for a budget. Cause: their parameters have no extra arguments. Remove when
+    they have.
     """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
     parameters = ("self", "request_id", "engine_input", "sampling_params")
     wrap(OpenAIServingResponses, "_generate_with_builtin_tools", parameters, _asking_first)
+    beams = ("self", "max_tokens", "default_sampling_params")
+    for kind in (ChatCompletionRequest, CompletionRequest):
+        wrap(kind, "to_beam_search_params", beams, _without_directives)
 
 
 def _asking_first(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,6 +87,19 @@ def _asking_first(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, request_id, engine_input, sampling_params, *args, **kwargs)
 
     return _generate_with_builtin_tools
+
+
+def _without_directives(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_beam_search_params(
+        self: "ChatCompletionRequest | CompletionRequest", *args: Any, **kwargs: Any
+    ) -> Any:
+        asked: dict[str, Any] = self.vllm_xargs or {}
+        with _as_validation_error():
+            if any(plain_name(key) in DIRECTIVE_KEYS for key in asked):
+                raise beam_search_refusal()
+        return original(self, *args, **kwargs)
+
+    return to_beam_search_params
 
 
 def _validating(original: Callable[..., Any]) -> Callable[..., Any]:

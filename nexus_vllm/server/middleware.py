@@ -19,6 +19,7 @@ from nexus_vllm.config import (
     Directive,
     DirectiveError,
     Settings,
+    beam_search_refusal,
     nearest,
     plain_name,
     shown,
@@ -43,8 +44,9 @@ RESPONSE_HEADER = "X-KV-Eviction"
 
 _HARMLESS = re.compile("|".join(re.sub("{[a-z_]+}", "[^/]+", path) for path in HARMLESS))
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-# A body is parsed only if it may hold a directive: plain, escaped, or in UTF-16 or UTF-32.
-_SUSPECT = re.compile(rb"(?i)kv[_-]|\\u00[2-7]|\x00")
+# A body is parsed only if it may hold a directive, or ask for beams, which no directive reaches:
+# plain, escaped, or in UTF-16 or UTF-32.
+_SUSPECT = re.compile(rb"(?i)kv[_-]|use_beam_search|\\u00[2-7]|\x00")
 
 
 class EvictionMiddleware:
@@ -209,16 +211,10 @@ def merge(headers: Headers, body: bytes, settings: Settings) -> tuple[bytes, Dir
                 ),
                 "conflict",
             )
-    if content.get("use_beam_search") and (asked or xargs.keys() & set(DIRECTIVE_KEYS)):
-        raise _Refusal(
-            DirectiveError(
-                "use_beam_search",
-                True,
-                "vLLM's beam search drops KV directives",
-                "Drop it or the directive.",
-            ),
-            "body",
-        )
+    if content.get("use_beam_search"):
+        if asked or xargs.keys() & set(DIRECTIVE_KEYS):
+            raise _Refusal(beam_search_refusal(), "body")
+        return body, _directive({"kv_policy": "none"}, settings)
     if asked.keys() <= xargs.keys():
         return body, directive
     content["vllm_xargs"] = {**asked, **xargs}

@@ -104,6 +104,15 @@ async def test_without_a_directive_the_body_is_untouched_and_the_default_is_repo
     assert response.headers["X-KV-Eviction"] == "policy=nexus; budget=20%; prefill=auto"
 
 
+@pytest.mark.parametrize("body", ['{"use_beam_search": true}', '{"use\\u005fbeam_search": true}'])
+async def test_beams_are_reported_as_never_evicted(client: httpx.AsyncClient, body: str) -> None:
+    response = await client.post(PATHS[0], content=body)
+    assert response.json()["raw"] == len(body)
+    assert response.headers["X-KV-Eviction"].startswith("policy=none; budget=full")
+    response = await client.post(PATHS[0], json={"use_beam_search": False})
+    assert response.headers["X-KV-Eviction"].startswith("policy=nexus")
+
+
 @pytest.mark.parametrize("escape", [False, True], ids=["plain", "escaped"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32"])
 async def test_directives_in_the_body_are_reported_however_they_are_spelt(

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import VLLMValidationError
 from vllm.usage.usage_lib import UsageContext
@@ -51,6 +53,7 @@ class Responses:
         return self.asked(request_id=request_id, engine_input=prompt, sampling_params=params)
 
 
+BEAMS: tuple[Any, ...] = (ChatCompletionRequest, CompletionRequest)
 TOKENS = {"type": "token", "prompt_token_ids": [1] * 352}
 EMBEDDED = {"type": "embeds", "prompt_embeds": torch.zeros(352, 4)}
 KEPT = {"kv_budget": "full"}
@@ -97,9 +100,28 @@ def test_a_server_hooks_the_responses_api(
     name = "_generate_with_builtin_tools"
     monkeypatch.setattr(OpenAIServingResponses, name, vars(OpenAIServingResponses)[name])
     assert not is_wrapped(OpenAIServingResponses, name)
+    for kind in BEAMS:
+        beams = vars(kind)["to_beam_search_params"]
+        monkeypatch.setattr(kind, "to_beam_search_params", beams)
     monkeypatch.setattr(cli, "prepare", lambda *args: None)
     monkeypatch.setattr(compat, "check_config", lambda config: None)
     args = SimpleNamespace(additional_config={"kv_eviction": {}})
     create: Any = cli._activating(lambda self, usage_context=None: "config")
     assert create(args, usage_context=usage) == "config"
-    assert is_wrapped(OpenAIServingResponses, name) == (usage == UsageContext.OPENAI_API_SERVER)
+    serving = usage == UsageContext.OPENAI_API_SERVER
+    assert is_wrapped(OpenAIServingResponses, name) == serving
+    for kind in BEAMS:
+        assert is_wrapped(kind, "to_beam_search_params") == serving
+
+
+@pytest.mark.parametrize("kind", BEAMS)
+def test_beams_with_a_directive_are_refused_whatever_the_route(kind: Any) -> None:
+    """/invocations and `vllm run-batch` read no headers and pass no middleware."""
+    prompt = {"messages": []} if kind is ChatCompletionRequest else {"prompt": "x"}
+    refusing = requests._without_directives(kind.to_beam_search_params)
+    plain = kind(model="m", use_beam_search=True, vllm_xargs={"other": 1}, **prompt)
+    assert refusing(plain, 5, {}) == kind.to_beam_search_params(plain, 5, {})
+    for key in ("kv_budget", "KV-Policy"):
+        asking = kind(model="m", use_beam_search=True, vllm_xargs={key: "128"}, **prompt)
+        with pytest.raises(VLLMValidationError, match="beam search drops KV directives"):
+            refusing(asking, 5, {})
