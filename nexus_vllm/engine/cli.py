@@ -142,6 +142,10 @@ def _fold(args: argparse.Namespace) -> None:
         flag = "--" + given[0].replace("_", "-")
         raise ValueError(f"{flag} does nothing without --kv-eviction {{{','.join(POLICIES)}}}")
     additional = args.additional_config or {}
+    if policy == "none" and isinstance(additional, dict) and additional.get(CONFIG_KEY) is not None:
+        raise ValueError(
+            f"--kv-eviction none and --additional-config {CONFIG_KEY!r} say the opposite; drop one"
+        )
     if policy != "none" and (policy is not None or source is not None):
         if not isinstance(additional, dict):
             raise ValueError(
@@ -184,9 +188,14 @@ def _activating(original: Callable[..., Any]) -> Callable[..., Any]:
         settings = active_settings(self.additional_config)
         if settings is None:
             return original(self, *args, **kwargs)
-        from nexus_vllm.engine import compat
+        from vllm.usage.usage_lib import UsageContext
+
+        from nexus_vllm.engine import compat, requests
 
         prepare(self, settings)
+        usage = args[0] if args else kwargs.get("usage_context")
+        if usage == UsageContext.OPENAI_API_SERVER:
+            requests.install_server()
         vllm_config = original(self, *args, **kwargs)
         compat.check_config(vllm_config)
         return vllm_config

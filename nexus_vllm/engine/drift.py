@@ -95,8 +95,9 @@ def _has(theirs: type, name: str) -> bool:
     """Whether instances have an attribute that is no method."""
     if name == "__dict__":
         return theirs.__dictoffset__ != 0
-    if name in getattr(theirs, "__dataclass_fields__", ()):
-        return True
+    for fields in ("__dataclass_fields__", "__pydantic_fields__"):
+        if name in getattr(theirs, fields, ()):
+            return True
     # A class also has its slots, properties and, in msgspec, its fields.
     of_class = hasattr(theirs, name) and not callable(getattr(theirs, name))
     return of_class or _assigned(theirs, name)

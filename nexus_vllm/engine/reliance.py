@@ -4,6 +4,7 @@
 our code and fails where it uses anything that is not in here, or no longer uses what is.
 """
 
+import sys
 from typing import Any
 
 
@@ -46,6 +47,7 @@ def uses() -> dict[type, tuple[str, ...]]:
     from vllm.exceptions import GenerationError, VLLMValidationError
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.attention.backend import (
         AttentionBackend,
         AttentionCGSupport,
@@ -65,6 +67,7 @@ def uses() -> dict[type, tuple[str, ...]]:
         SingleTypeKVCacheManager,
     )
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -153,7 +156,15 @@ def uses() -> dict[type, tuple[str, ...]]:
         # Front end
         InputProcessor: ("__dict__", "vllm_config"),
         EngineCoreRequest: ("prompt_embeds", "prompt_token_ids", "resumable", "sampling_params"),
-        SamplingParams: ("extra_args", "max_tokens", "prompt_logprob_token_ids", "prompt_logprobs"),
+        SamplingParams: (
+            "extra_args",
+            "max_tokens",
+            "min_tokens",
+            "prompt_logprob_token_ids",
+            "prompt_logprobs",
+        ),
+        AsyncLLM: ("input_processor", "vllm_config"),
+        UsageContext: ("OPENAI_API_SERVER",),
         RequestOutput: ("outputs",),
         CompletionOutput: ("finish_reason", "stop_reason"),
         GenerationError: ("__init__(message)",),
@@ -296,6 +307,14 @@ def uses() -> dict[type, tuple[str, ...]]:
         UvaBackedTensor: ("np",),
         StagedWriteTensor: ("gpu",),
     }
+    # Of a server only; nothing else need import them.
+    server = "vllm.entrypoints.openai."
+    if responses := sys.modules.get(server + "responses.serving"):
+        table[responses.OpenAIServingResponses] = ("engine_client",)
+    if completion := sys.modules.get(server + "completion.protocol"):
+        table[completion.CompletionRequest] = ("vllm_xargs",)
+    if chat := sys.modules.get(server + "chat_completion.protocol"):
+        table[chat.ChatCompletionRequest] = ("vllm_xargs",)
     for name in attention.BACKENDS:
         stock = attention._stock(name)
         table[stock.get_builder_cls()] = ("num_heads", "num_kv_heads")

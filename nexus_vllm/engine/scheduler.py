@@ -484,11 +484,7 @@ class EvictionSchedulerMixin(Scheduler):
         records, self._finished_records = self._finished_records, []
         if stats is None:  # --disable-log-stats: nobody is listening
             return None
-        held = sum(
-            self.pages.held_blocks(request_id)
-            for request_id, ledger in self.ledgers.items()
-            if ledger.hold is not None
-        )
+        held = sum(self.pages.held_blocks(request_id) for request_id in self.ledgers)
         payload = {**counts, "live_blocks": held, "finished": records}
         stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), STATS_KEY: payload}
         return stats

@@ -12,6 +12,8 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from nexus_vllm.engine.stats import STATS_KEY
+
 from .simulation import BLOCK, Simulation, answer
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -54,6 +56,18 @@ def test_i1_a_budget_that_covers_everything_evicts_nothing_and_records_nothing(
     sim.run()
     for request_id in ids:
         assert sim.finished[request_id]["evicted_blocks"] == 0
+
+
+def test_i4_live_blocks_are_those_of_all_sequences(model_path: Path) -> None:
+    """Also of those that keep everything, or end before they are evicted."""
+    sim = Simulation(model_path)
+    for seed, budget in enumerate(("full", "128", "1024")):
+        sim.add(prompt(300, seed), max_tokens=100, kv_budget=budget)
+    while len(sim.finished) < 3:
+        sim.step()
+        stats = sim.scheduler.make_stats()
+        held = sim.scheduler.pages.block_pool.num_gpu_blocks - 1 - sim.free_pages
+        assert stats.kv_connector_stats[STATS_KEY]["live_blocks"] == held  # none is shared
 
 
 def as_sets(history: list[tuple[int, list[list[int]]]]) -> list[tuple[int, list[list[int]]]]:

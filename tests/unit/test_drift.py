@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import pydantic
 import pytest
 from pydantic.dataclasses import dataclass as validated
 
@@ -204,6 +205,10 @@ class Compact:
     field: int = 0
 
 
+class Model(pydantic.BaseModel):
+    field: int
+
+
 @validated
 class Validated:
     field: int
@@ -229,7 +234,7 @@ def test_whatever_a_method_assigns_to_self_is_there() -> None:
 
 
 def test_fields_and_slots_are_there() -> None:
-    for theirs in (Slots, Struct, Compact, Validated, Named, Theirs):
+    for theirs in (Slots, Struct, Compact, Model, Validated, Named, Theirs):
         assert missing(theirs, "field", "field_2") == {"field_2": "it is gone"}
     assert missing(Kind, "FIELD", "OTHER") == {"OTHER": "it is gone"}
 
@@ -282,7 +287,6 @@ FOREIGN = {
     "f.name": "of dataclasses.fields",
     "policies.get": "of a dict of ours",
     "report['requests'].items": "of a dict of ours",
-    "scope['path'].removeprefix": "of ASGI",
 }
 """What `uses` cannot tell the type of, and is not vLLM's."""
 
