@@ -24,8 +24,6 @@ from typing import Any
 
 import pytest
 
-from nexus_vllm.engine.hooks import vllm_version
-
 from . import harness
 from .harness import Mode
 
@@ -1070,8 +1068,7 @@ def test_where_vllm_has_changed_the_flag_is_unknown_and_stock_serving_goes_on(
     served = outcomes("hook_gone_serve")
     assert (served.error, served.told) == ("SystemExit", "2")
     assert "unrecognized arguments: --kv-eviction nexus" in served.log
-    disabled = f"nexus-vllm is disabled: KV eviction cannot hook into vLLM {vllm_version()}"
-    assert served.log.count(disabled) == 1
+    assert served.log.count("nexus-vllm is disabled: KV eviction cannot hook into vLLM 0.3") == 1
     assert changed in served.log
     assert outcomes("hook_gone_help").told == "0"
     assert "--kv-eviction" not in outcomes("hook_gone_help").log.split("usage:", 1)[1]
