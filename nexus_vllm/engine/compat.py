@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nexus_vllm import policies
 from nexus_vllm.config import Settings
 from nexus_vllm.engine.cli import CONFIG_KEY, active_settings
-from nexus_vllm.engine.hooks import SUPPORTED_VLLM, vllm_version
+from nexus_vllm.engine.hooks import SUPPORTED_TOLD, SUPPORTED_VLLM, vllm_version
 from nexus_vllm.plan import StepPlan, StepReport
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ def settings_of(vllm_config: "VllmConfig") -> Settings:
 def check_version() -> None:
     """Refuse a vLLM this release was not written for."""
     version = vllm_version()
-    if not version.startswith(SUPPORTED_VLLM + "."):
+    if not version.startswith(tuple(f"{supported}." for supported in SUPPORTED_VLLM)):
         raise UnsupportedError(
             f"vLLM {version} is installed",
-            f"this release is made for vLLM {SUPPORTED_VLLM}.x",
-            f"install vLLM {SUPPORTED_VLLM}.x or another nexus-vllm",
+            f"this release is made for vLLM {SUPPORTED_TOLD}",
+            f"install vLLM {SUPPORTED_TOLD}, or another nexus-vllm",
         )
 
 
@@ -110,8 +110,8 @@ def drifted() -> list[tuple[str, str, str]]:
     return [
         (
             f"vLLM {vllm_version()} has changed {symbol}: {how}",
-            f"this release overrides or calls it as it is in vLLM {SUPPORTED_VLLM}",
-            f"install vLLM {SUPPORTED_VLLM}.x, or a nexus-vllm release made for this one",
+            f"this release overrides or calls it as it is in vLLM {SUPPORTED_TOLD}",
+            f"install vLLM {SUPPORTED_TOLD}, or a nexus-vllm release made for this one",
         )
         for symbol, how in drift.installed()
     ]

@@ -394,7 +394,12 @@ class EvictionSchedulerMixin(Scheduler):
         self._stopped.append(request.request_id)
 
     def _update_request_as_session(self, session: "Request", update: Any) -> None:
-        """A streaming-input session goes on with a longer prompt and what it still holds."""
+        """A streaming-input session goes on with a longer prompt and what it still holds.
+
+        vLLM drops the last token of a turn. 0.31 keeps the hash of a page that this token had
+        completed, and publishes all later ones of the session under wrong hashes. Remove with it.
+        """
+        del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]
         super()._update_request_as_session(session, update)
         ledger = self.ledgers[session.request_id]
         ledger.prompt_tokens = session.num_prompt_tokens

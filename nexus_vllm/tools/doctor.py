@@ -127,7 +127,7 @@ def _version(distribution: str) -> str:
 
 def versions() -> Iterator[Finding]:
     """What is installed, and whether this release is made for that vLLM."""
-    from nexus_vllm.engine.hooks import SUPPORTED_VLLM, vllm_version
+    from nexus_vllm.engine.hooks import SUPPORTED_TOLD, vllm_version
 
     def supported() -> str:
         from nexus_vllm.engine import compat
@@ -149,8 +149,8 @@ def versions() -> Iterator[Finding]:
         section,
         "vllm",
         supported,
-        f"vLLM {SUPPORTED_VLLM}.x",
-        f"install vLLM {SUPPORTED_VLLM}.x",
+        f"vLLM {SUPPORTED_TOLD}",
+        f"install vLLM {SUPPORTED_TOLD}",
     )
     yield Finding(section, "torch", _version("torch"))
     yield Finding(section, "python", platform.python_version())

@@ -338,3 +338,21 @@ def test_a_session_that_starts_with_a_hit_is_evicted_by_queries_that_were_comput
         sim.step()
     computed = [event[0] for event in sim.memory.history[session]]
     assert computed[0] == 160 + 40
+
+
+@BOTH
+def test_pages_of_a_session_are_published_under_their_own_hashes(
+    model_path: Path, asynchronous: bool
+) -> None:
+    """The turn's last token completes a page in vain: it is dropped. vLLM 0.31 forgets that."""
+    sim = Simulation(model_path, asynchronous=asynchronous)
+    session = sim.add(prompt(60), max_tokens=4, session="talk")
+    for turn in (prompt(90, 1), prompt(30, 2)):
+        while sim.requests[session].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            sim.step()
+        sim.add(turn, max_tokens=4, checked=False, session=session)
+    talk = sim.requests[session]
+    ids = list(talk.all_token_ids)
+    alike = Request("alike", ids, talk.sampling_params, None, block_hasher=sim.hasher)
+    assert len(ids) == 60 + 3 + 90 + 3 + 30
+    assert talk.block_hashes == alike.block_hashes
