@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from importlib import resources
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -27,8 +28,28 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-POLICIES = ("nexus", "streaming-llm", "random")
-ALLOCATORS = ("uniform", "pyramid", "ada", "cake", "lu", "global")
+ENTRY_POINTS = "nexus_vllm.policies"
+"""Where other packages register their policies: a name, and the class derived from Policy."""
+BUILT_IN_POLICIES = (
+    "nexus",
+    "snapkv",
+    "tova",
+    "h2o",
+    "cake",
+    "keydiff",
+    "knorm",
+    "expected-attention",
+    "vase",
+    "streaming-llm",
+    "random",
+    "random-generated",
+)
+POLICIES = (
+    *BUILT_IN_POLICIES,
+    *sorted({point.name for point in entry_points(group=ENTRY_POINTS)} - {*BUILT_IN_POLICIES}),
+)
+ALLOCATORS = ("uniform", "per-head", "pyramid", "ada", "cake", "lu", "global")
+Selector = Literal["topk", "reservoir", "gumbel", "pareto", "systematic"]
 PREFILL_MODES = ("auto", "oneshot", "streaming")
 DIRECTIVE_KEYS = ("kv_budget", "kv_policy", "kv_allocator", "kv_seed", "kv_prefill")
 # Keys that vLLM itself keeps in SamplingParams.extra_args under our prefix.
@@ -185,7 +206,9 @@ class Settings(BaseModel):
     sink_blocks: int = Field(default=1, ge=0, le=1024, strict=True)
     recency_blocks: int = Field(default=2, ge=1, le=1024, strict=True)
     # Where it is kept: how a sequence's budget is dealt out over layers and KV heads
-    allocator: Literal["auto", "uniform", "pyramid", "ada", "cake", "lu", "global"] = "auto"
+    allocator: Literal["auto", "uniform", "per-head", "pyramid", "ada", "cake", "lu", "global"] = (
+        "auto"
+    )
     profile: str | None = None
     # Blocks
     block_size: int = Field(default=32, ge=1, le=1024, strict=True)
@@ -205,9 +228,14 @@ class Settings(BaseModel):
     walk_rows: Literal["newest", "oldest", "spread"] = "newest"
     walk_over: Literal["candidates", "all"] = "candidates"
     # Selection
-    selector: Literal["topk", "reservoir", "gumbel"] = "gumbel"
+    selector: Selector = "gumbel"
     n: int = Field(default=5, ge=1, le=1024, strict=True)
     temperature: float = Field(default=0.1, ge=0, le=100, allow_inf_nan=False)
+    decode_selector: Selector | None = None
+    decode_n: int | None = Field(default=None, ge=1, le=1024, strict=True)
+    decode_temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
+    smoothing: float = Field(default=0.0, ge=0, lt=1, allow_inf_nan=False)
+    parameters: dict[str, dict[str, Any]] = Field(default_factory=dict)
     seed: int = Field(default=0, ge=0, le=MAX_SEED, strict=True)
     # When
     trigger: Literal["budget", "pressure"] = "budget"
@@ -233,6 +261,15 @@ class Settings(BaseModel):
                 "'full' to evict only for requests that ask",
             )
         raise PydanticCustomError("policy", f"unknown policy. {nearest(policy, POLICIES)}")
+
+    @field_validator("parameters")
+    @classmethod
+    def _of_known_policies(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        for policy in parameters:
+            if policy not in POLICIES:
+                told = f"no policy {shown(policy)}. {nearest(policy, POLICIES)}"
+                raise PydanticCustomError("parameters", "{told}", {"told": told})
+        return parameters
 
     @field_validator("interval", mode="before")
     @classmethod
@@ -266,6 +303,18 @@ class Settings(BaseModel):
     def min_budget_tokens(self) -> int:
         """The least a sequence can live on: sink and recency blocks, and one to choose."""
         return (self.sink_blocks + self.recency_blocks + 1) * self.block_size
+
+    def selection(self, decoding: bool) -> dict[str, Any]:
+        """`kind`, `n` and `temperature` for `selectors.select`."""
+        chosen = {"kind": self.selector, "n": self.n, "temperature": self.temperature}
+        if decoding:
+            own = {
+                "kind": self.decode_selector,
+                "n": self.decode_n,
+                "temperature": self.decode_temperature,
+            }
+            chosen |= {key: value for key, value in own.items() if value is not None}
+        return chosen
 
     def interval_blocks(self, budget: int) -> int:
         """Blocks by which a window of `budget` blocks grows until it is shrunk again.

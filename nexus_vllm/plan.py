@@ -80,6 +80,12 @@ class Eviction:
     pages: list[int]
     kept_pages: list[int]
     tail_pages: list[int]
+    prompt_tokens: int = 0
+
+    @property
+    def decoding(self) -> bool:
+        """Whether it is neither the first of its sequence nor in its prompt."""
+        return self.event > 0 and self.computed > self.prompt_tokens
 
     @property
     def full(self) -> int:

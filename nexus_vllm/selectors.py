@@ -1,11 +1,14 @@
 """Selectors: from one weight per live block to the set of blocks that stays.
 
-A selector gives every block a priority and keeps the highest. All three are computed in the log
-domain and in float64: the weights are about 1/N, and the literal u^(1/w) of the paper is exactly 0
-in float32 for most blocks once N reaches a few hundred, whereas here the smallest positive float32
+A selector gives every block a priority and keeps the highest. All are computed in the log domain
+and in float64: the weights are about 1/N, and the literal u^(1/w) of the paper is exactly 0 in
+float32 for most blocks once N reaches a few hundred, whereas here the smallest positive float32
 weight still has a finite priority. The random numbers are counter-based (`rng`), so a kept set
 depends on the seed, the event, the row and the blocks, and neither on the batch nor on the order
 in which blocks are listed.
+
+`pareto` and `systematic` know how many blocks stay and include each with probability min(1, c w),
+which no other selector does: successive sampling includes heavy blocks less often than that.
 """
 
 import math
@@ -15,7 +18,32 @@ from torch import Tensor
 
 from nexus_vllm.rng import uniforms
 
-SELECTORS = ("topk", "reservoir", "gumbel")
+SELECTORS = ("topk", "reservoir", "gumbel", "pareto", "systematic")
+
+_CERTAIN = torch.finfo(torch.float64).max
+_ROW = -1
+"""The block id that addresses the one random number of a row; blocks count from 0."""
+
+
+def inclusion(weights: Tensor, draws: Tensor) -> Tensor:
+    """Inclusion probabilities p_j = min(1, c w_j) that sum to `draws`, [L, N] float64.
+
+    weights: [L, N] float64, >= 0. draws: [L] int64. Where fewer weights than `draws` are positive,
+    those have probability 1 and the others 0.
+    """
+    heavy, order = weights.sort(dim=-1, descending=True)
+    rank = torch.arange(weights.shape[-1], device=weights.device)
+    # Were the first `rank` certain, the next would get this many times its weight.
+    rest = heavy.flip(-1).cumsum(-1).flip(-1)
+    left = draws[:, None] - rank
+    certain = (left > 0) & (heavy > 0) & (left * heavy >= rest)
+    # Once one is not certain, none after it is: c only falls. Rounding could make it look so.
+    certain = certain.cummin(-1).values
+    count = certain.sum(-1, keepdim=True)
+    rest = torch.where(certain, 0.0, heavy).sum(-1, keepdim=True)
+    chances = heavy * (draws[:, None] - count).clamp(min=0) / rest
+    chances = torch.where(certain, 1.0, chances.nan_to_num(nan=0.0).clamp(max=1))
+    return torch.zeros_like(weights).scatter(-1, order, chances)
 
 
 def priorities(
@@ -26,6 +54,7 @@ def priorities(
     event: int,
     layers: Tensor,
     block_ids: Tensor,
+    draws: Tensor,
     n: int = 5,
     temperature: float = 0.2,
 ) -> Tensor:
@@ -37,6 +66,12 @@ def priorities(
       that is by w (Lemma A.2).
     gumbel: log w_j + T g_j, g Gumbel(0, 1). T = 1 has the law of reservoir n = 1 (with the same
       seed, even the same sets); T = 0 is topk.
+    pareto: logit p_j - logit u_j, p of `inclusion` (Rosen 1997): inclusion probabilities are p to
+      within a few thousandths, blocks of p = 1 always stay, and noise only decides at the margin.
+    systematic: 1 for the blocks into whose stretch of the cumulated p falls one of u, u + 1, ...,
+      in order of age (Madow 1949), else p - 1: inclusion probabilities are exactly p, and what
+      stays is spread evenly over the text.
+    draws: [L] int64, how many of these blocks stay, for pareto and systematic.
     Raises ValueError on an unknown kind, n < 1, or a temperature that is negative or not finite.
     """
     if kind not in SELECTORS:
@@ -46,13 +81,30 @@ def priorities(
     if kind == "gumbel" and not 0 <= temperature < math.inf:
         raise ValueError(f"gumbel: temperature is {temperature}, must be finite and at least 0")
     weights = weights.to(torch.float64)
+    if kind in ("pareto", "systematic"):  # a sum: one wrong weight would spoil the others'
+        weights = weights.nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max).clamp(min=0)
     if kind == "topk" or (kind == "gumbel" and temperature == 0):
         return weights
-    draws = n if kind == "reservoir" else 1
-    log_u = uniforms(seed, event, layers, block_ids, draws).to(torch.float64).log()
+    if kind == "systematic":
+        start = uniforms(seed, event, layers, torch.full_like(block_ids[:, :1], _ROW), 1)
+        return _systematic(inclusion(weights, draws), start[..., 0].to(torch.float64), block_ids)
+    count = n if kind == "reservoir" else 1
+    u = uniforms(seed, event, layers, block_ids, count).to(torch.float64)
     if kind == "reservoir":
-        return torch.logsumexp(log_u / weights[..., None], dim=-1) - math.log(n)
-    return weights.log() - temperature * (-log_u[..., 0]).log()
+        return torch.logsumexp(u.log() / weights[..., None], dim=-1) - math.log(n)
+    if kind == "pareto":
+        return inclusion(weights, draws).logit().clamp(max=_CERTAIN) - u[..., 0].logit()
+    return weights.log() - temperature * (-u[..., 0].log()).log()
+
+
+def _systematic(chances: Tensor, start: Tensor, block_ids: Tensor) -> Tensor:
+    """Priorities [L, N] of systematic sampling; start: [L, 1], where in (0, 1) it begins."""
+    age = block_ids.argsort(dim=-1)
+    end = chances.gather(-1, age).cumsum(-1)
+    passed = (end - start).ceil()  # how many of u, u + 1, ... lie below the end
+    taken = passed.diff(dim=-1, prepend=torch.zeros_like(start)) > 0
+    ranked = torch.where(taken, 1.0, chances.gather(-1, age) - 1)
+    return torch.zeros_like(chances).scatter(-1, age, ranked)
 
 
 def select(
@@ -72,8 +124,8 @@ def select(
     """Choose which blocks of each row stay.
 
     kind: one of SELECTORS, see `priorities`; n and temperature are in draws and in Gumbel units.
-    weights: [L, N] float32, finite and >= 0; only their ratios count for topk, gumbel and
-      reservoir with n = 1.
+    weights: [L, N] float32, finite and >= 0; only their ratios count, but for reservoir with
+      n > 1.
     keep: blocks to keep, one number for all rows or an int64 [L].
     forced: [L, N] bool, blocks that stay whatever their weight; they count towards `keep`.
     layers: [L] int64, the identity of each row. block_ids: [L, N] int64, distinct within a row.
@@ -93,9 +145,11 @@ def select(
         )
     if validate:
         _validate(weights, keep, forced)
+    limit = keep[:, None] if isinstance(keep, Tensor) else torch.full_like(layers, keep)[:, None]
     ranking = priorities(
         kind,
-        weights,
+        weights.masked_fill(forced, 0),  # they are out of the draw
+        draws=limit[:, 0] - forced.sum(-1),
         seed=seed,
         event=event,
         layers=layers,
@@ -104,12 +158,11 @@ def select(
         temperature=temperature,
     )
     # Only a forced block may hold +inf, so that no weight can push one out, checked or not.
-    ranking = ranking.nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float64).max)
+    ranking = ranking.nan_to_num(nan=-math.inf, posinf=_CERTAIN)
     ranking = ranking.masked_fill(forced, math.inf)
     newest_first = block_ids.argsort(dim=-1, descending=True)
     best_first = ranking.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
     order = newest_first.gather(-1, best_first)
-    limit = keep[:, None] if isinstance(keep, Tensor) else keep
     kept = torch.arange(size, device=weights.device).expand(rows, size) < limit
     return torch.zeros_like(forced).scatter(-1, order, kept)
 

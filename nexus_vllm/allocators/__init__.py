@@ -13,13 +13,14 @@ from nexus_vllm.allocators.cake import Cake
 from nexus_vllm.allocators.global_rank import GlobalRank
 from nexus_vllm.allocators.lu import Lu
 from nexus_vllm.allocators.pyramid import Pyramid
-from nexus_vllm.allocators.uniform import Uniform
+from nexus_vllm.allocators.uniform import PerHead, Uniform
 from nexus_vllm.profile import Profile
 
 __all__ = ["ALLOCATORS", "Allocator", "Situation", "make", "names"]
 
 ALLOCATORS: dict[str, type[Allocator]] = {
     Uniform.name: Uniform,
+    PerHead.name: PerHead,
     Pyramid.name: Pyramid,
     Ada.name: Ada,
     Cake.name: Cake,

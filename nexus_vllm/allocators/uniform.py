@@ -20,3 +20,11 @@ class Uniform(Allocator):
         ones = torch.ones_like(floor, dtype=torch.float64)
         high = float(capacity.max())
         return apportion(lambda level: level * ones, high, situation.total, floor, capacity)
+
+
+@dataclass(frozen=True)
+class PerHead(Uniform):
+    """The same numbers, but each head chooses its own blocks, where `uniform` has the heads of a
+    layer keep the same ones."""
+
+    name: ClassVar[str] = "per-head"

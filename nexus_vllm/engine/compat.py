@@ -6,6 +6,7 @@ Everything here fails closed: an engine that cannot evict as promised does not s
 import copy
 from typing import TYPE_CHECKING, Any
 
+from nexus_vllm import policies
 from nexus_vllm.config import Settings
 from nexus_vllm.engine.cli import CONFIG_KEY, active_settings
 from nexus_vllm.engine.hooks import SUPPORTED_TOLD, SUPPORTED_VLLM, vllm_version
@@ -88,6 +89,18 @@ def check_config(vllm_config: "VllmConfig") -> None:
     # After the config is built: only then has vLLM decided between its two schedulers.
     scheduler = vllm_config.scheduler_config
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+
+
+def wrong_parameters(settings: Settings) -> list[tuple[str, str, str]]:
+    """Parameters that a policy does not take, as `refusals`."""
+    found = []
+    for name, own in settings.parameters.items():
+        try:
+            policies.make(name, settings, own)
+        except ValueError as error:
+            needed = f"parameters.{name} are that policy's own"
+            found.append((str(error), needed, "correct --kv-eviction-config"))
+    return found
 
 
 def drifted() -> list[tuple[str, str, str]]:
@@ -267,7 +280,8 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
             f"drop {connector_flag}",
         ),
     ]
-    return [(found, needed, remedy) for refused, found, needed, remedy in checks if refused]
+    told = [(found, needed, remedy) for refused, found, needed, remedy in checks if refused]
+    return told + wrong_parameters(settings)
 
 
 def in_model_dtype(cache_dtype: str, model_config: "ModelConfig") -> bool:

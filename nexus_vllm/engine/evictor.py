@@ -5,18 +5,19 @@ pages of the live window -> keys --policy--> weights --selector--> kept blocks -
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nexus_vllm import policies
 from nexus_vllm.config import Settings
-from nexus_vllm.engine.layout import KeyLayout, probe
+from nexus_vllm.engine.layout import UnitLayout, probe
 from nexus_vllm.engine.sequences import Sequence
 from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction
-from nexus_vllm.policies import Observation, Policy
+from nexus_vllm.policies import Observation, Policy, Rope, score, state_size
 from nexus_vllm.selectors import select
 
 if TYPE_CHECKING:
@@ -34,17 +35,22 @@ MAX_KEYS = 1 << 20
 
 @dataclass
 class Layer:
-    """One attention layer: vLLM's module, its cache, how keys lie in it, its query window."""
+    """One attention layer: its cache, how keys and values lie in it, its query window, its rotary
+    embedding where it is known."""
 
     index: int
     cache: Tensor
-    keys: KeyLayout
+    keys: UnitLayout
     scale: float
     head_size: int
     window: LayerWindow
+    values: UnitLayout | None = None
+    rope: Rope | None = None
 
     @classmethod
-    def of(cls, index: int, module: "Attention", window: LayerWindow) -> "Layer":
+    def of(
+        cls, index: int, module: "Attention", window: LayerWindow, rope: Rope | None = None
+    ) -> "Layer":
         """Probe an initialised attention layer. Raises RuntimeError for a cache of unknown form."""
         cache: Tensor = module.kv_cache
         heads, size = module.num_kv_heads, module.head_size
@@ -53,12 +59,14 @@ class Layer:
                 f"layer {index}: KV cache {tuple(cache.shape)} is not "
                 f"[pages, {heads}, block, {2 * size}]"
             )
-        return cls(index, cache, probe(module, cache), module.impl.scale, size, window)
+        keys, values = probe(module, cache), probe(module, cache, values=True)
+        return cls(index, cache, keys, module.impl.scale, size, window, values, rope)
 
     def alike(self, other: "Layer") -> bool:
         """Whether both layers' queries and keys can be stacked."""
         return (
             self.scale == other.scale
+            and self.rope is other.rope
             and self.cache.shape == other.cache.shape
             and self.window.ring.shape == other.window.ring.shape
         )
@@ -78,6 +86,12 @@ def forced_blocks(blocks: Tensor, full: int, settings: Settings) -> Tensor:
     return (blocks < settings.sink_blocks) | (blocks >= full - settings.recency_blocks)
 
 
+def selection(policy: Policy, settings: Settings, eviction: Eviction) -> dict[str, Any]:
+    """Which selector cuts, and its parameters."""
+    chosen = settings.selection(eviction.decoding)
+    return chosen if policy.selector is None else {**chosen, "kind": policy.selector}
+
+
 def newest(blocks: Tensor, forced: Tensor, keep: int) -> Tensor:
     """The `keep` blocks of each row that stay where nothing else is known: forced ones, then the
     newest. bool like `blocks`, in which a negative id is no block."""
@@ -95,6 +109,13 @@ def window_queries(
     return torch.stack(queries), positions
 
 
+def grown_state(state: Tensor | None, live: int, size: int) -> Tensor | None:
+    """State [..., live, size] from that of the blocks at the last eviction: NaN for newer ones."""
+    if size == 0 or state is None:
+        return None
+    return functional.pad(state, (0, 0, 0, live - state.shape[-2]), value=torch.nan)
+
+
 class Evictor:
     """Carries out evictions over all layers of this rank."""
 
@@ -102,7 +123,8 @@ class Evictor:
         self.layers = layers
         self.settings = settings
         self.policies: dict[str, Policy] = {
-            name: policies.make(name, settings) for name in policies.names()
+            name: policies.make(name, settings, settings.parameters.get(name))
+            for name in policies.names()
         }
 
     def evict(
@@ -117,29 +139,43 @@ class Evictor:
         """
         check_agreement(sequence, eviction)
         blocks = sequence.live_blocks(len(self.layers), eviction.full)
+        state = None
         try:
-            kept = self._choose(sequence, eviction, blocks)
+            kept, state = self._choose(sequence, eviction, blocks)
         except Exception as error:
             if on_error is None:
                 raise
             on_error(error)
             forced = forced_blocks(blocks, eviction.full, self.settings)
             kept = newest(blocks, forced, len(eviction.kept_pages))
-        moved, origin = self._fill(eviction, blocks, kept)
-        sequence.released, sequence.origin = eviction.target, origin
-        return moved, origin
+        moved, taken = self._fill(eviction, kept)
+        sequence.released, sequence.origin = eviction.target, blocks.gather(1, taken)
+        sequence.seen = eviction.computed
+        if state is not None:
+            state = state.gather(1, taken[..., None].expand(-1, -1, state.shape[-1]))
+        sequence.state = state
+        return moved, sequence.origin
 
-    def _choose(self, sequence: Sequence, eviction: Eviction, blocks: Tensor) -> Tensor:
-        """Which live blocks stay: bool [layers, live]."""
+    def _choose(
+        self, sequence: Sequence, eviction: Eviction, blocks: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Which live blocks stay, bool [layers, live], and their state [layers, live, S]."""
         policy, settings = self.policies[eviction.policy], self.settings
         forced = forced_blocks(blocks, eviction.full, settings)
         layers = torch.tensor([layer.index for layer in self.layers])
         weights = torch.empty(blocks.shape, dtype=torch.float32)
+        size = state_size(policy, settings.smoothing)
+        known = grown_state(sequence.state, blocks.shape[1], size)
+        state = torch.empty(*blocks.shape, size) if size else None
         for rows in self._groups(policy, blocks.shape[1]):
-            queries, positions, keys = None, None, None
+            queries, positions = None, None
             if policy.needs_window:
-                queries, positions, keys = self._read(sequence, eviction, self.layers[rows])
-            weights[rows] = policy.weights(
+                queries, positions = window_queries(
+                    self.layers[rows], sequence, eviction, settings.window
+                )
+            keys, values = self._read(policy, eviction, self.layers[rows])
+            weights[rows], new = score(
+                policy,
                 Observation(
                     queries=queries,
                     query_positions=positions,
@@ -150,26 +186,34 @@ class Evictor:
                     seed=eviction.seed,
                     event=eviction.event,
                     layers=layers[rows],
-                )
+                    values=values,
+                    state=None if known is None else known[rows],
+                    new_queries=eviction.computed - sequence.seen,
+                    keep=len(eviction.kept_pages),
+                    prompt_blocks=eviction.prompt_tokens // settings.block_size,
+                    rope=self.layers[rows.start].rope,
+                ),
+                settings.smoothing,
             )
-        return select(
-            policy.selector or settings.selector,
-            weights,
-            len(eviction.kept_pages),
-            forced,
+            if state is not None and new is not None:
+                state[rows] = new
+        kept = select(
+            weights=weights,
+            keep=len(eviction.kept_pages),
+            forced=forced,
             seed=eviction.seed,
             event=eviction.event,
             layers=layers,
             block_ids=blocks,
-            n=settings.n,
-            temperature=settings.temperature,
             # A model that overflows spoils its own text; an error here would end the engine.
             validate=False,
+            **selection(policy, settings, eviction),
         )
+        return kept, state
 
     def _groups(self, policy: Policy, live: int) -> list[slice]:
         """Runs of layers to score at once: alike, and with few enough keys to hold."""
-        if not policy.needs_window:
+        if not (policy.needs_window or policy.needs_keys):
             return [slice(0, len(self.layers))]
         groups: list[slice] = []
         for row, layer in enumerate(self.layers):
@@ -181,30 +225,36 @@ class Evictor:
         return groups
 
     def _read(
-        self, sequence: Sequence, eviction: Eviction, layers: list[Layer]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Window queries [L, W, Hq, D], their positions [W], keys [L, N, Hkv, b, D]."""
-        queries, positions = window_queries(layers, sequence, eviction, self.settings.window)
-        pages = torch.tensor(eviction.pages)
-        keys = layers[0].keys.read_all([layer.cache for layer in layers], pages)
-        return queries, positions, keys
+        self, policy: Policy, eviction: Eviction, layers: list[Layer]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Keys and values [L, N, Hkv, b, D], as far as the policy needs them."""
+        caches, pages = [layer.cache for layer in layers], torch.tensor(eviction.pages)
+        keys, values = None, None
+        if policy.needs_window or policy.needs_keys:
+            keys = layers[0].keys.read_all(caches, pages)
+        if policy.needs_values:
+            layout = layers[0].values
+            assert layout is not None, "the layers' values have not been probed"
+            values = layout.read_all(caches, pages)
+        return keys, values
 
-    def _fill(self, eviction: Eviction, blocks: Tensor, kept: Tensor) -> tuple[int, Tensor]:
-        """Copy kept blocks out of pages that go into pages that stay; returns (copies, origins).
+    def _fill(self, eviction: Eviction, kept: Tensor) -> tuple[int, Tensor]:
+        """Copy kept blocks out of pages that go into pages that stay.
 
-        A page that stays and whose own block is kept is not touched. Sources and destinations are
-        disjoint, so copies need no scratch and no order.
+        Returns the number of copies, and which of the live blocks is in each page that stays,
+        [layers, len(kept_pages)]. A page that stays and whose own block is kept is not touched.
+        Sources and destinations are disjoint, so copies need no scratch and no order.
         """
         slot_of_page = {page: slot for slot, page in enumerate(eviction.kept_pages)}
         slots = torch.tensor([slot_of_page.get(page, -1) for page in eviction.pages])
         pages, kept_pages = torch.tensor(eviction.pages), torch.tensor(eviction.kept_pages)
         stays, leaves = kept & (slots >= 0), kept & (slots < 0)
-        origin = torch.full((len(self.layers), len(kept_pages)), -1)
-        place = slots.clamp(min=0).expand_as(kept)[stays]
-        origin[stays.nonzero()[:, 0], place] = blocks[stays]
+        taken = torch.full((len(self.layers), len(kept_pages)), -1)
+        row, block = stays.nonzero().T
+        taken[row, slots[block]] = block
         # Every layer keeps as many blocks as there are slots: for each that leaves, one is open.
-        source, target = leaves.nonzero(), (origin < 0).nonzero()
-        origin[origin < 0] = blocks[leaves]
+        source, target = leaves.nonzero(), (taken < 0).nonzero()
+        taken[taken < 0] = source[:, 1]
         copies = leaves.sum(1).tolist()
         for layer, old, new in zip(
             self.layers,
@@ -213,4 +263,4 @@ class Evictor:
             strict=True,
         ):
             layer.cache.index_copy_(0, new, layer.cache.index_select(0, old))
-        return len(source), origin
+        return len(source), taken

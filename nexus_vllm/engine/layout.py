@@ -1,4 +1,4 @@
-"""Where keys lie inside a KV page, found out by writing some.
+"""Where keys and values lie inside a KV page, found out by writing some.
 
 Backends store a (page, KV head) unit of `block * 2 * head size` numbers in their own order: plain,
 transposed or tiled for an instruction set. Moving a unit needs no knowledge of that; scoring does.
@@ -19,12 +19,12 @@ _DIGIT = 64
 
 
 @dataclass(frozen=True)
-class KeyLayout:
-    """Where the keys of a (page, KV head) unit are, in its flattened `block * 2 * D` numbers.
+class UnitLayout:
+    """Where the keys, or the values, of a (page, KV head) unit are in its `block * 2 * D` numbers.
 
     `order` [block, D]: the place of each (token, dimension). `span`: the first place and the one
     after the last. `steps`: from one token and from one dimension to the next, where places follow
-    such a rule, so that keys can be read as a view.
+    such a rule, so that they can be read as a view.
     """
 
     order: Tensor
@@ -32,7 +32,7 @@ class KeyLayout:
     steps: tuple[int, int] | None
 
     @classmethod
-    def of(cls, order: Tensor) -> "KeyLayout":
+    def of(cls, order: Tensor) -> "UnitLayout":
         """The layout of an order [block, D], by rule if there is one."""
         block, dim = order.shape
         first = int(order[0, 0])
@@ -44,7 +44,7 @@ class KeyLayout:
         return cls(order, span, (token, step) if ruled else None)
 
     def read(self, cache: Tensor, pages: Tensor) -> Tensor:
-        """The keys of whole pages, [len(pages), KV heads, block, D]; `cache` is a layer's."""
+        """Those of whole pages, [len(pages), KV heads, block, D]; `cache` is a layer's."""
         return self.read_all([cache], pages)[0]
 
     def read_all(self, caches: list[Tensor], pages: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ class KeyLayout:
         return units.as_strided(shape, (*units.stride()[:3], *self.steps), start)
 
 
-def probe(layer: "Attention", cache: Tensor) -> KeyLayout:
-    """Find out how a layer's backend stores keys.
+def probe(layer: "Attention", cache: Tensor, values: bool = False) -> UnitLayout:
+    """Find out how a layer's backend stores keys, or values.
 
     `layer` is vLLM's attention layer, `cache` its KV cache [pages, KV heads, block, 2 * D], of
     which only shape and dtype are used. Raises RuntimeError unless the places are distinct and the
@@ -91,21 +91,23 @@ def probe(layer: "Attention", cache: Tensor) -> KeyLayout:
     written = torch.ones_like(place, dtype=torch.bool)
     while scale < total or digits == 0:
         scratch = torch.zeros_like(cache[:1]).contiguous()
-        keys = (numbers // scale % _DIGIT + 1).to(device=cache.device, dtype=cache.dtype)
-        layer.impl.do_kv_cache_update(
-            layer, keys.contiguous(), torch.zeros_like(keys), scratch, slots
-        )
+        given = (numbers // scale % _DIGIT + 1).to(device=cache.device, dtype=cache.dtype)
+        given, nothing = given.contiguous(), torch.zeros_like(given)
+        pair = (nothing, given) if values else (given, nothing)
+        layer.impl.do_kv_cache_update(layer, *pair, scratch, slots)
         seen = scratch.view(heads, -1).float().cpu().long()
         written &= seen > 0
         place += (seen - 1) * scale
         digits, scale = digits + 1, scale * _DIGIT
+    kind = type(layer.impl).__name__
     orders: list[Tensor] = []
     for head in range(heads):
         where = written[head].nonzero().flatten()
         found = place[head, where]
         if len(where) != total or not torch.equal(found.sort().values, torch.arange(total)):
-            raise RuntimeError(f"KV eviction cannot read keys of {type(layer.impl).__name__}")
+            what = "values" if values else "keys"
+            raise RuntimeError(f"KV eviction cannot read {what} of {kind}")
         orders.append(where[found.argsort()])
     if any(not torch.equal(order, orders[0]) for order in orders):
-        raise RuntimeError(f"{type(layer.impl).__name__} stores KV heads in different orders")
-    return KeyLayout.of(orders[0].view(block, dim).to(cache.device))
+        raise RuntimeError(f"{kind} stores KV heads in different orders")
+    return UnitLayout.of(orders[0].view(block, dim).to(cache.device))

@@ -46,6 +46,7 @@ def uses() -> dict[type, tuple[str, ...]]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import GenerationError, VLLMValidationError
     from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.attention.backend import (
         AttentionBackend,
@@ -233,7 +234,19 @@ def uses() -> dict[type, tuple[str, ...]]:
         FullAttentionSpec: ("kv_quant_mode", "non_causal", "page_size_bytes"),
         KVCacheSpecRegistry: ("register(kvcache_spec_cls, manager_class, uniform_type_base_spec)",),
         # Worker and attention
-        worker.EvictionWorker.__base__: ("device", "model_config", "model_runner", "vllm_config"),
+        worker.EvictionWorker.__base__: (
+            "device",
+            "get_model()",
+            "model_config",
+            "model_runner",
+            "vllm_config",
+        ),
+        RotaryEmbedding: (
+            "cos_sin_cache",
+            "forward_native(positions, query, key)",
+            "head_size",
+            "is_neox_style",
+        ),
         GroupCoordinator: (
             "is_first_rank",
             "is_last_rank",

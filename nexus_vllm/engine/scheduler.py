@@ -261,6 +261,7 @@ class EvictionSchedulerMixin(Scheduler):
             pages=slide.pages,
             kept_pages=slide.kept_pages,
             tail_pages=slide.tail_pages,
+            prompt_tokens=request.num_prompt_tokens,
         )
 
     def _relieve(self) -> list[Eviction]:

@@ -24,6 +24,8 @@ class Sequence:
     [layers, live blocks]: the original block each live page held after the last eviction; blocks
     that filled up since hold themselves. Under uneven budgets `holding` says instead where each
     head's blocks are, as of the last eviction, which dealt out the pages up to block `dealt`.
+    `state`: what the policy wants to know again of the blocks in `origin`, or in `holding`, with
+    one dimension more. `seen`: tokens computed at the last eviction.
     """
 
     slot: int
@@ -31,6 +33,8 @@ class Sequence:
     origin: Tensor | None = None
     holding: Holding | None = None
     dealt: int = 0
+    state: Tensor | None = None
+    seen: int = 0
 
     def live_blocks(self, layers: int, full: int) -> Tensor:
         """Original block ids [layers, full - released] of the live window, in row order."""

@@ -16,13 +16,16 @@ from nexus_vllm.engine.evictor import (
     OnError,
     check_agreement,
     forced_blocks,
+    grown_state,
     newest,
+    selection,
     window_queries,
 )
+from nexus_vllm.engine.layout import UnitLayout
 from nexus_vllm.engine.sequences import Sequence
-from nexus_vllm.engine.units import Holding, UnitSpace
+from nexus_vllm.engine.units import Holding, UnitSpace, packed_state
 from nexus_vllm.plan import Eviction
-from nexus_vllm.policies import Observation, Policy, block_attention
+from nexus_vllm.policies import Observation, Policy, block_attention, score, state_size
 from nexus_vllm.selectors import select
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -61,8 +64,9 @@ class UnevenEvictor:
         ids = torch.where(valid, holding.blocks, padding)
         forced = valid & forced_blocks(ids, eviction.full, self.settings)
         room = self.space.own(torch.tensor(eviction.kept_pages)).flatten()
+        state = None
         try:
-            kept = self._choose(sequence, eviction, policy, allocator, holding, ids, forced)
+            kept, state = self._choose(sequence, eviction, policy, allocator, holding, ids, forced)
             packed, source, target = holding.packed(kept, room)
         except Exception as error:
             if on_error is None:
@@ -75,6 +79,8 @@ class UnevenEvictor:
         if self.settings.check_integrity:
             packed.check_integrity(room)
         sequence.released, sequence.holding, sequence.dealt = eviction.target, packed, eviction.full
+        sequence.seen = eviction.computed
+        sequence.state = None if state is None else packed_state(state, kept)
         return len(source), packed.blocks
 
     def _choose(
@@ -86,12 +92,12 @@ class UnevenEvictor:
         holding: Holding,
         ids: Tensor,
         forced: Tensor,
-    ) -> Tensor:
-        """Which held blocks stay: bool [L, H, most]."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Which held blocks stay, bool [L, H, most], and their state [L, H, most, S]."""
         settings, valid = self.settings, holding.valid
         rows = torch.tensor([layer.index for layer in self.layers])[:, None] * self.heads
         rows = rows + torch.arange(self.heads)
-        weights, preference = self._score(
+        weights, preference, state = self._score(
             sequence, eviction, policy, allocator, holding, ids, valid & ~forced, rows
         )
         counts = allocator.counts(
@@ -106,19 +112,18 @@ class UnevenEvictor:
                 preference=preference,
             )
         )
-        return select(
-            policy.selector or settings.selector,
-            weights.flatten(0, 1),
-            counts.flatten(),
-            forced.flatten(0, 1),
+        kept = select(
+            weights=weights.flatten(0, 1),
+            keep=counts.flatten(),
+            forced=forced.flatten(0, 1),
             seed=eviction.seed,
             event=eviction.event,
             layers=rows.flatten(),
             block_ids=ids.flatten(0, 1),
-            n=settings.n,
-            temperature=settings.temperature,
             validate=False,
-        ).view_as(valid)
+            **selection(policy, settings, eviction),
+        )
+        return kept.view_as(valid), state
 
     def _held(self, sequence: Sequence, eviction: Eviction) -> Holding:
         """The live window by units: what was dealt out, and own units of blocks filled since."""
@@ -140,13 +145,19 @@ class UnevenEvictor:
         ids: Tensor,
         candidates: Tensor,
         rows: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Weights [L, H, most] of every held block, and the layers' preference if asked for.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weights [L, H, most] of every held block, the layers' preference if asked for, and the
+        state [L, H, most, S].
 
         (Layer, head) pairs are scored in groups that hold about as many blocks each.
         """
         cake = allocator if isinstance(allocator, Cake) else None
+        smoothing = self.settings.smoothing
         looking = policy.needs_window or cake is not None
+        reading = looking or policy.needs_keys
+        valid, size = holding.valid, state_size(policy, smoothing)
+        known = grown_state(sequence.state, ids.shape[-1], size)
+        state = torch.full((*ids.shape, size), torch.nan) if size else None
         weights = torch.zeros(ids.shape, dtype=torch.float32).flatten(0, 1)
         terms = torch.zeros(len(weights), 2, dtype=torch.float64)
         queries, positions = None, None
@@ -155,20 +166,30 @@ class UnevenEvictor:
                 self.layers, sequence, eviction, self.settings.window
             )
             queries = queries.unflatten(2, (self.heads, -1)).transpose(1, 2).flatten(0, 1)
-        for pairs, most in self._groups(holding.counts.flatten(), looking):
+        for pairs, most in self._groups(holding.counts.flatten(), reading):
             layer, head = pairs // self.heads, pairs % self.heads
+            units = holding.units[layer, head, :most]
             seen = Observation(
                 queries=None if queries is None else queries[pairs],
                 query_positions=positions,
-                keys=self._keys(holding.units[layer, head, :most]) if looking else None,
+                keys=self._read(self.layers[0].keys, units) if reading else None,
                 block_ids=ids[layer, head, :most],
                 scale=self.layers[0].scale,
                 candidates=candidates[layer, head, :most],
                 seed=eviction.seed,
                 event=eviction.event,
                 layers=rows[layer, head],
+                valid=valid[layer, head, :most],
+                values=self._read(self.layers[0].values, units) if policy.needs_values else None,
+                state=None if known is None else known[layer, head, :most],
+                new_queries=eviction.computed - sequence.seen,
+                keep=len(eviction.kept_pages),
+                prompt_blocks=eviction.prompt_tokens // self.settings.block_size,
+                rope=self.layers[0].rope,
             )
-            weights[pairs, :most] = policy.weights(seen)
+            weights[pairs, :most], new = score(policy, seen, smoothing)
+            if state is not None and new is not None:
+                state[layer, head, :most] = new
             if cake:
                 terms[pairs] = spread(block_attention(seen), seen.candidates)
         # A block that exists outranks padding, however little it weighs. A model that overflows
@@ -178,11 +199,11 @@ class UnevenEvictor:
         if cake:
             of_layers = terms.nan_to_num(nan=0.0, posinf=0.0).view(-1, self.heads, 2).sum(1)
             preference = cake.combined(of_layers)
-        return torch.where(holding.valid, weights, 0.0), preference
+        return torch.where(valid, weights, 0.0), preference, state
 
-    def _groups(self, counts: Tensor, looking: bool) -> list[tuple[Tensor, int]]:
+    def _groups(self, counts: Tensor, reading: bool) -> list[tuple[Tensor, int]]:
         """Pairs to score at once, with the most blocks that one of them holds."""
-        if not looking:
+        if not reading:
             return [(torch.arange(len(counts)), int(counts.max()))]
         unit = self.layers[0].cache[0, 0].numel() // 2
         most, order = counts.sort(descending=True, stable=True)
@@ -194,8 +215,9 @@ class UnevenEvictor:
             first = end
         return groups
 
-    def _keys(self, units: Tensor) -> Tensor:
-        """Keys [R, most, 1, b, D] of units [R, most]; a row's padding gets its first one's keys."""
+    def _read(self, layout: UnitLayout | None, units: Tensor) -> Tensor:
+        """Keys or values [R, most, 1, b, D] of units [R, most]; a row's padding gets those of its
+        first one."""
+        assert layout is not None, "the layers' values have not been probed"
         units = torch.where(units < 0, units[:, :1], units)
-        keys = self.layers[0].keys.read(self.space.flat, units.flatten())
-        return keys.unflatten(0, units.shape)
+        return layout.read(self.space.flat, units.flatten()).unflatten(0, units.shape)

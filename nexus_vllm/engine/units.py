@@ -120,15 +120,11 @@ class Holding:
         left = room[~torch.isin(room, units[staying])]
         source = units[leaving]
         moved = units.masked_scatter(leaving, left)
-        # Valid entries to the front, in their order.
-        order = (~kept).long().argsort(dim=-1, stable=True)
-        counts = kept.sum(-1)
-        most = int(counts.max())
-        gone = torch.arange(most) >= counts[..., None]
+        order, gone = _to_the_front(kept)
         new = Holding(
-            moved.gather(-1, order)[..., :most].masked_fill(gone, -1),
-            self.blocks.gather(-1, order)[..., :most].masked_fill(gone, -1),
-            counts,
+            moved.gather(-1, order).masked_fill(gone, -1),
+            self.blocks.gather(-1, order).masked_fill(gone, -1),
+            kept.sum(-1),
         )
         return new, source, left
 
@@ -143,3 +139,20 @@ class Holding:
             live = [block for block in row if block >= 0]
             if len(set(live)) != len(live):
                 raise RuntimeError("a head holds a block twice")
+
+
+def packed_state(state: Tensor, kept: Tensor) -> Tensor:
+    """State [layers, heads, most, S] of a holding's blocks in the order of `Holding.packed`, NaN
+    where a head keeps fewer than another."""
+    order, gone = _to_the_front(kept)
+    order = order[..., None].expand(*order.shape, state.shape[-1])
+    return state.gather(2, order).masked_fill(gone[..., None], torch.nan)
+
+
+def _to_the_front(kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Where to take each entry from so that kept ones come first, in their order, and which of
+    these are none: both [layers, heads, the most that one keeps]."""
+    counts = kept.sum(-1)
+    most = int(counts.max())
+    order = (~kept).long().argsort(dim=-1, stable=True)[..., :most]
+    return order, torch.arange(most) >= counts[..., None]

@@ -25,6 +25,7 @@ from nexus_vllm.engine.evictor import PROFILER_RANGE, Evictor, Layer
 from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.profiles import rank_heads, servable
 from nexus_vllm.engine.reports import Reports
+from nexus_vllm.engine.rope import RopeTables
 from nexus_vllm.engine.runners import Runner, adapt
 from nexus_vllm.engine.sequences import Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
@@ -150,8 +151,9 @@ class EvictionWorker(PlatformWorker):
                     "--kv-eviction",
                 )
             builder.sequences = self.sequences
+        model, ropes = self.get_model(), RopeTables()
         layers = [
-            Layer.of(extract_layer_index(name), layer, self._windows[name])
+            Layer.of(extract_layer_index(name), layer, self._windows[name], ropes.of(model, name))
             for name, layer in self._attention_layers().items()
         ]
         self.evictor = Evictor(layers, self.eviction)

@@ -1,24 +1,83 @@
 """Policies: from what a layer attends to, to one weight per live block.
 
-To add one: a file with a frozen dataclass that derives from Policy, and a line in POLICIES. The
-contract test then covers it.
+To add one: docs/adding-a-policy.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, get_type_hints
 
-from nexus_vllm.policies.base import Observation, Policy, block_attention
+from pydantic import TypeAdapter, ValidationError
+
+from nexus_vllm.config import BUILT_IN_POLICIES, ENTRY_POINTS
+from nexus_vllm.policies.base import Observation, Policy, Rope, block_attention, score, state_size
+from nexus_vllm.policies.cake import CakeScore
+from nexus_vllm.policies.expected_attention import ExpectedAttention
+from nexus_vllm.policies.h2o import H2O
+from nexus_vllm.policies.keydiff import KeyDiff
+from nexus_vllm.policies.knorm import KNorm
 from nexus_vllm.policies.nexus import Nexus
-from nexus_vllm.policies.random_blocks import RandomBlocks
+from nexus_vllm.policies.random_blocks import RandomBlocks, RandomGenerated
+from nexus_vllm.policies.snapkv import SnapKV
 from nexus_vllm.policies.streaming_llm import StreamingLLM
+from nexus_vllm.policies.tova import TOVA
+from nexus_vllm.policies.vase import VaSE
 
-__all__ = ["POLICIES", "Observation", "Policy", "block_attention", "make", "names"]
+__all__ = [
+    "POLICIES",
+    "Observation",
+    "Policy",
+    "Rope",
+    "block_attention",
+    "make",
+    "names",
+    "score",
+    "state_size",
+]
 
-POLICIES: dict[str, type[Policy]] = {
+_BUILT_IN: dict[str, type[Policy]] = {
     Nexus.name: Nexus,
+    SnapKV.name: SnapKV,
+    TOVA.name: TOVA,
+    H2O.name: H2O,
+    CakeScore.name: CakeScore,
+    KeyDiff.name: KeyDiff,
+    KNorm.name: KNorm,
+    ExpectedAttention.name: ExpectedAttention,
+    VaSE.name: VaSE,
     StreamingLLM.name: StreamingLLM,
     RandomBlocks.name: RandomBlocks,
+    RandomGenerated.name: RandomGenerated,
 }
+
+
+def registered(points: Iterable[EntryPoint]) -> dict[str, type[Policy]]:
+    """The policies of other packages, by name.
+
+    Raises ValueError naming the package where one cannot be imported, is no Policy, is called
+    something else than its entry point, or like another.
+    """
+    found: dict[str, type[Policy]] = {}
+    for point in sorted(points, key=lambda point: point.name):
+        said = f"policy {point.name!r} of {point.value}"
+        if point.name in BUILT_IN_POLICIES or point.name in found:
+            raise ValueError(f"{said}: there is another policy of this name; rename one of them")
+        try:
+            policy = point.load()
+        except Exception as error:
+            raise ValueError(
+                f"{said} cannot be imported: {error!r}; repair or remove its package"
+            ) from error
+        if not (isinstance(policy, type) and issubclass(policy, Policy)):
+            raise ValueError(f"{said} does not derive from nexus_vllm.policies.Policy")
+        if policy.name != point.name:
+            raise ValueError(f"{said} calls itself {policy.name!r}; name both alike")
+        found[point.name] = policy
+    return found
+
+
+POLICIES: dict[str, type[Policy]] = {**_BUILT_IN, **registered(entry_points(group=ENTRY_POINTS))}
 
 
 def names() -> tuple[str, ...]:
@@ -26,22 +85,30 @@ def names() -> tuple[str, ...]:
     return tuple(POLICIES)
 
 
-def make(name: str, settings: object = None) -> Policy:
-    """The policy `name` with the parameters in `settings`, the rest at their defaults.
+def make(name: str, settings: object = None, parameters: Mapping[str, Any] | None = None) -> Policy:
+    """The policy `name` with the parameters given, the rest at their defaults.
 
-    settings: a mapping of parameters, which must all be the policy's own; or any object, of which
-    the attributes named like the policy's parameters are taken and the others left alone.
-    Raises ValueError on an unknown policy, an unknown parameter in a mapping, or a bad value.
+    settings: any object, of which the attributes named like the policy's parameters are taken and
+      the others left alone; or a mapping, which counts as `parameters`.
+    parameters: must all be the policy's own; they win over settings.
+    Raises ValueError on an unknown policy, an unknown parameter, or a bad value.
     """
     if name not in POLICIES:
         raise ValueError(f"policy {name!r} is unknown, choose one of {', '.join(POLICIES)}")
     policy = POLICIES[name]
     known = [field.name for field in fields(policy)]  # type: ignore[arg-type]
-    if not isinstance(settings, Mapping):
-        settings = {key: getattr(settings, key) for key in known if hasattr(settings, key)}
-    if unknown := [str(key) for key in settings if key not in known]:
+    own = {**(settings if isinstance(settings, Mapping) else {}), **(parameters or {})}
+    if unknown := [str(key) for key in own if key not in known]:
         takes = ", ".join(known) or "none"
         raise ValueError(
             f"policy {name!r} has no parameter {', '.join(unknown)}; it takes: {takes}"
         )
-    return policy(**settings)
+    kinds = get_type_hints(policy)
+    for key, value in own.items():
+        try:
+            own[key] = TypeAdapter(kinds[key]).validate_python(value)
+        except ValidationError as error:
+            (first, *_) = error.errors()
+            raise ValueError(f"{name}: {key} is {value!r}: {first['msg']}") from None
+    taken = {key: getattr(settings, key) for key in known if hasattr(settings, key)}
+    return policy(**{**taken, **own})

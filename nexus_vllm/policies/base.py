@@ -9,7 +9,8 @@ block_ids [L, Hkv, N]. Rows are independent, so a caller short of memory may pas
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 Heads = Literal["per-head", "mean"]
 
+_TINY = torch.finfo(torch.float32).tiny
 MAX_LOGITS = 1 << 20
 """Float32 logits held at once (4 MiB), unless one KV head of one row needs more.
 
@@ -32,13 +34,24 @@ class Observation:
     queries: [..., W, Hq, D], the last W rotated queries, oldest first.
     query_positions: [W] int64, original token positions of those queries.
     keys: [..., N, Hkv, b, D], the rotated keys of the N live full blocks.
-      All three are None for a policy that needs no window.
+      Queries and their positions are None for a policy that needs no window, keys for one that
+      needs neither window nor keys.
     block_ids: [..., N] int64, original logical index of each live block, distinct, in no particular
       order. The key at `offset` in a block has position block_id * b + offset.
     scale: what logits are multiplied by, usually D ** -0.5.
     candidates: [..., N] bool, False for blocks that stay anyway (sink, recency).
     seed, event: address of this eviction for counter-based random numbers (`nexus_vllm.rng`).
     layers: [...] int64, the identity of each row for the same purpose.
+    valid: [..., N] bool, False for padding where rows hold different numbers of blocks; None: all
+      are blocks. Padding is no candidate and later than every query.
+    values: [..., N, Hkv, b, D], for a policy that needs them, else None.
+    state: [..., N, S] float32, what the policy said of each block at the last eviction, NaN for a
+      block that filled up since; None for a policy of no state.
+    new_queries: how many of the W, the newest, came after the last eviction; None: all.
+    keep: how many blocks of a row will stay, forced ones included; where rows keep different
+      numbers, on average. None: not known.
+    prompt_blocks: blocks with an id below this are the prompt's.
+    rope: how queries and keys were rotated, for a policy that needs to know, else None.
     Raises ValueError when shapes do not fit together.
     """
 
@@ -51,10 +64,23 @@ class Observation:
     seed: int
     event: int
     layers: Tensor
+    valid: Tensor | None = None
+    values: Tensor | None = None
+    state: Tensor | None = None
+    new_queries: int | None = None
+    keep: int | None = None
+    prompt_blocks: int = 0
+    rope: "Rope | None" = None
 
     def __post_init__(self) -> None:
         ids = self.block_ids.shape
         expected = {"candidates": (self.candidates, ids), "layers": (self.layers, ids[:-1])}
+        if self.valid is not None:
+            expected["valid"] = (self.valid, ids)
+        if self.values is not None and self.keys is not None:
+            expected["values"] = (self.values, self.keys.shape)
+        if self.state is not None:
+            expected["state"] = (self.state, (*ids, self.state.shape[-1]))
         if self.queries is not None and self.keys is not None and self.query_positions is not None:
             *_, window, query_heads, dim = self.queries.shape
             kv_heads, block = self.keys.shape[-3:-1]
@@ -71,6 +97,24 @@ class Observation:
                     f"Observation: {name} is {tuple(tensor.shape)}, expected {tuple(shape)}"
                 )
 
+    def all_keys(self) -> Tensor:
+        """keys. Raises ValueError if they were left out."""
+        if self.keys is None:
+            raise ValueError("this policy needs keys; the observation lacks them")
+        return self.keys
+
+    def all_values(self) -> Tensor:
+        """values. Raises ValueError if they were left out."""
+        if self.values is None:
+            raise ValueError("this policy needs values; the observation lacks them")
+        return self.values
+
+    def remembered(self) -> Tensor:
+        """state. Raises ValueError if there is none."""
+        if self.state is None:
+            raise ValueError("this policy has a state; the observation lacks it")
+        return self.state
+
     def window(self) -> tuple[Tensor, Tensor, Tensor]:
         """(queries, query_positions, keys). Raises ValueError if one of them was left out."""
         if self.queries is None or self.query_positions is None or self.keys is None:
@@ -80,11 +124,48 @@ class Observation:
         return self.queries, self.query_positions, self.keys
 
 
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of queries and keys.
+
+    cos, sin: [P, R / 2] float32 by position, as the model multiplies by them: YaRN lengthens both.
+    neox: whether the dimensions rotated together are i and i + R / 2, as in most models, or 2 i and
+      2 i + 1. Dimensions from R on are not rotated.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    neox: bool = True
+
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [..., D] with each pair (x, y) made (x cos - y sin, y cos + x sin); cos, sin [...,
+        R / 2] broadcast, and need not be of one angle."""
+        size = 2 * cos.shape[-1]
+        rotated, rest = x[..., :size], x[..., size:]
+        if self.neox:
+            first, second = rotated.chunk(2, dim=-1)
+        else:
+            first, second = rotated[..., ::2], rotated[..., 1::2]
+        first, second = first * cos - second * sin, second * cos + first * sin
+        if self.neox:
+            rotated = torch.cat([first, second], dim=-1)
+        else:
+            rotated = torch.stack([first, second], dim=-1).flatten(-2)
+        return torch.cat([rotated, rest], dim=-1)
+
+
 class Policy(ABC):
     """Gives each live block a weight. Frozen dataclass: its fields are the method's parameters."""
 
     name: ClassVar[str]
-    needs_window: ClassVar[bool]
+    needs_window: ClassVar[bool] = False
+    """Whether it reads queries and keys."""
+    needs_keys: ClassVar[bool] = False
+    """Whether it reads keys, though no queries."""
+    needs_values: ClassVar[bool] = False
+    needs_rope: ClassVar[bool] = False
+    state_size: ClassVar[int] = 0
+    """S, numbers that it wants kept with each block from one eviction to the next."""
     selector: ClassVar[str | None] = None
     """The one selector this policy makes sense with, over the configured one; None: any."""
 
@@ -95,6 +176,60 @@ class Policy(ABC):
         They must depend on block ids, not on the order of the N axis, and each row on itself alone.
         Entries of blocks that are not candidates are ignored, but must be finite too.
         """
+
+    def remember(self, obs: Observation) -> Tensor:
+        """The state [..., N, S] float32 of each block as of this eviction.
+
+        It is `obs.state` when `weights` is called next, and comes back with the blocks that stay at
+        the next eviction. What holds for weights holds for it.
+        """
+        raise NotImplementedError(f"{self.name} has no state")
+
+    def reserve(self, obs: Observation, weights: Tensor) -> Tensor:
+        """Weights in which the blocks that stay whatever they weigh are raised above all others.
+
+        Called with what `weights` gave, smoothed if that is asked for; what it adds is not.
+        """
+        return weights
+
+
+def state_size(policy: Policy, smoothing: float) -> int:
+    """S, the last dimension of the state that `score` returns; 0: it returns none."""
+    return policy.state_size + _smooths(policy, smoothing)
+
+
+def _smooths(policy: Policy, smoothing: float) -> bool:
+    return smoothing > 0 and policy.selector is None
+
+
+def score(policy: Policy, obs: Observation, smoothing: float = 0.0) -> tuple[Tensor, Tensor | None]:
+    """A policy's weights [..., N], and what is to be kept of each block, [..., N, S] or None.
+
+    smoothing: f, 0 <= f < 1; w = f * (w at the last eviction) + (1 - f) * (what the policy says
+      now). A block that filled up since has what the policy says. It needs one number more of each
+      block. Not for a policy that has a selector of its own: there is nothing to smooth.
+    `obs.state` is what this function has returned for these blocks at the last eviction.
+    """
+    smooth = _smooths(policy, smoothing)
+    known, before = obs.state, None
+    if smooth and known is not None:
+        known, before = known[..., :-1], known[..., -1]
+    state = None
+    if policy.state_size:
+        state = policy.remember(replace(obs, state=known))
+    weights = policy.weights(replace(obs, state=state))
+    if smooth:
+        if before is not None:
+            mixed = smoothing * before + (1 - smoothing) * weights
+            weights = torch.where(before.isnan(), weights, mixed)
+        last = weights[..., None]
+        state = last if state is None else torch.cat([state, last], dim=-1)
+    return policy.reserve(obs, weights), state
+
+
+Reduce = Callable[[Tensor], Tensor]
+"""From unnormalised attention [r, h, W, g, N, b], which it may overwrite, to what is wanted of it,
+[r, h, ...]. All of it is 0 for a query that sees no key, the sum over N and b at least 1 else."""
 
 
 def block_attention(obs: Observation, heads: Heads = "per-head") -> Tensor:
@@ -109,10 +244,44 @@ def block_attention(obs: Observation, heads: Heads = "per-head") -> Tensor:
     denominator and the row normalisation are one division. Holds about MAX_LOGITS logits at a time.
     Raises ValueError on another `heads`, or without a window.
     """
+
+    def of_blocks(mass: Tensor) -> Tensor:
+        blocks = mass.sum(-1)
+        return blocks / blocks.sum(-1, keepdim=True).clamp_(min=_TINY)
+
+    maps = attention(obs, of_blocks, heads).transpose(2, 3)  # [R, Hkv, g, W, N]
+    return maps.reshape(*obs.block_ids.shape[:-1], -1, *maps.shape[-2:])
+
+
+def token_attention(obs: Observation) -> Tensor:
+    """What each token gets of each query of the window, averaged over window and query heads.
+
+    Returns [..., Hkv, N, b] float32, the average for each KV head over the query heads that share
+    it; otherwise as `block_attention`.
+    """
+
+    def of_tokens(mass: Tensor) -> Tensor:
+        return normalised(mass).mean(dim=(2, 3))
+
+    found = attention(obs, of_tokens)
+    return found.reshape(*obs.block_ids.shape[:-1], *found.shape[1:])
+
+
+def normalised(mass: Tensor) -> Tensor:
+    """Softmax attention, in place, of the unnormalised [..., N, b]; 0 where no key is seen."""
+    return mass.div_(mass.sum(dim=(-2, -1), keepdim=True).clamp_(min=_TINY))
+
+
+def attention(obs: Observation, reduce: Reduce, heads: Heads = "per-head") -> Tensor:
+    """Causal attention of the window to the live tokens, some rows and heads at a time.
+
+    Returns what `reduce` gives for all of them, [R, Hkv, ...]: R is the product of the leading
+    dimensions, and Hkv is 1 with heads "mean". Otherwise as `block_attention`.
+    """
     queries, positions, keys = obs.window()
     if heads not in get_args(Heads):
         raise ValueError(f"heads is {heads!r}, choose one of {', '.join(get_args(Heads))}")
-    lead, size = obs.block_ids.shape[:-1], obs.block_ids.shape[-1]
+    size = obs.block_ids.shape[-1]
     window, query_heads, dim = queries.shape[-3:]
     kv_heads, block = keys.shape[-3:-1]
     queries = queries.reshape(-1, window, query_heads, dim)
@@ -123,9 +292,9 @@ def block_attention(obs: Observation, heads: Heads = "per-head") -> Tensor:
     if heads == "mean":
         query_heads = kv_heads = 1
     group = query_heads // kv_heads
-    tiny, lowest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
+    lowest = torch.finfo(torch.float32).min
 
-    maps = queries.new_empty((len(ids), kv_heads, window, group, size), dtype=torch.float32)
+    pieces: list[Tensor] = []
     per_head = max(1, window * group * size * block)
     row_step = max(1, MAX_LOGITS // (per_head * kv_heads))
     head_step = max(1, MAX_LOGITS // per_head)
@@ -140,6 +309,7 @@ def block_attention(obs: Observation, heads: Heads = "per-head") -> Tensor:
         # Blocks that some query does not see whole: few, since the window is at the end.
         late = (last < block - 1).flatten(0, 1).any(0).nonzero().flatten()
         hidden = offsets > last[:, None, :, None, late, None]  # [r, 1, W, 1, n, b]
+        found: list[Tensor] = []
         for first_head in range(0, kv_heads, head_step):
             some = slice(first_head, first_head + head_step)
             # To the base 2: torch's exp is several times slower on CPU, most of all near zero.
@@ -153,6 +323,6 @@ def block_attention(obs: Observation, heads: Heads = "per-head") -> Tensor:
             partly = logits.index_select(-2, late).masked_fill_(hidden, -torch.inf)
             logits.index_copy_(-2, late, partly)
             highest = logits.amax(dim=(-2, -1), keepdim=True).clamp_(min=lowest)
-            mass = logits.sub_(highest).exp2_().sum(-1)
-            maps[rows, some] = mass / mass.sum(-1, keepdim=True).clamp_(min=tiny)
-    return maps.transpose(2, 3).reshape(*lead, query_heads, window, size)
+            found.append(reduce(logits.sub_(highest).exp2_()))
+        pieces.append(torch.cat(found, dim=1) if len(found) > 1 else found[0])
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]

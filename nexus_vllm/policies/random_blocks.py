@@ -21,3 +21,13 @@ class RandomBlocks(Policy):
         blocks = obs.block_ids.reshape(-1, obs.block_ids.shape[-1])
         drawn = uniforms(obs.seed, obs.event, obs.layers.reshape(-1), blocks, 1)
         return drawn.reshape(obs.block_ids.shape)
+
+
+@dataclass(frozen=True)
+class RandomGenerated(RandomBlocks):
+    """The same, but every block of the prompt stays before any generated one does."""
+
+    name: ClassVar[str] = "random-generated"
+
+    def weights(self, obs: Observation) -> Tensor:
+        return super().weights(obs) + (obs.block_ids < obs.prompt_blocks)

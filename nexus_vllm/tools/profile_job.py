@@ -54,6 +54,11 @@ class Job:
 
     def __post_init__(self) -> None:
         policy = policies.make(self.score, self.parameters or {})
+        if policy.needs_values or policy.needs_rope:
+            raise ValueError(
+                f"score {self.score!r} reads values, which are not recorded here; profile nexus or "
+                "snapkv instead, and ask for the policy with --kv-allocator lu"
+            )
         object.__setattr__(self, "parameters", asdict(policy))  # type: ignore[call-overload]
         if self.oracle not in ("future", "replay"):
             raise ValueError(f"oracle is {self.oracle!r}, choose future or replay")

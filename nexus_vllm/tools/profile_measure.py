@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nexus_vllm.policies import Observation, Policy
+from nexus_vllm.policies import Observation, Policy, score
 from nexus_vllm.profile import ModelFacts
 
 Seen = Callable[[int, Tensor, Tensor, Tensor, float], None]
@@ -214,7 +214,7 @@ def block_weights(
         query_positions=torch.arange(watched.length - seen, watched.length)
         if policy.needs_window
         else None,
-        keys=keys if policy.needs_window else None,
+        keys=keys if policy.needs_window or policy.needs_keys else None,
         block_ids=ids,
         scale=scale,
         candidates=(~forced).expand(ids.shape),
@@ -222,7 +222,7 @@ def block_weights(
         event=0,
         layers=torch.arange(facts.layers * facts.kv_heads).view(shape),
     )
-    return policy.weights(observation)
+    return score(policy, observation)[0]
 
 
 def _pick(logits: Tensor, temperature: float, generator: torch.Generator) -> int:

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from nexus_vllm import policies
 from nexus_vllm.config import Settings
 from nexus_vllm.policies import Observation
+from nexus_vllm.policies.random_blocks import RandomBlocks
 from nexus_vllm.selectors import select
 
 from . import probes, tiny
@@ -309,13 +310,12 @@ def test_each_rank_chooses_from_the_heads_it_has(setup: Setup, llama: Llama, par
         assert torch.equal(events[0].kept.sort(-1).values, choose(q, k, layers))
 
 
-class Broken:
+class Broken(RandomBlocks):
     """A policy that raises."""
 
-    needs_window = False
     selector = None
 
-    def weights(self, seen: Any) -> Any:
+    def weights(self, obs: Any) -> Any:
         raise ZeroDivisionError("no blocks to score")
 
 

@@ -47,7 +47,7 @@ from nexus_vllm.config import Settings
 from nexus_vllm.engine import compat
 from nexus_vllm.engine.cli import CONFIG_KEY
 from nexus_vllm.engine.evictor import Evictor, Layer
-from nexus_vllm.engine.layout import KeyLayout
+from nexus_vllm.engine.layout import UnitLayout
 from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.requests import fit
 from nexus_vllm.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
@@ -56,6 +56,7 @@ from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.units import Holding
 from nexus_vllm.engine.window import LayerWindow, recording, ring_rows
 from nexus_vllm.plan import Eviction
+from nexus_vllm.policies import Rope
 from nexus_vllm.profile import ModelFacts, Profile
 
 BLOCK = 32
@@ -101,17 +102,13 @@ class Memory:
         rows = ring_rows(settings.window, depth, drafts)
         self.sequences = Sequences(None, slots, rows, BLOCK, CPU)  # type: ignore[arg-type]
         self.ring = torch.full((slots, rows), -1)
-        layers = [
-            Layer(
-                index,
-                cache,
-                KeyLayout.of(torch.arange(BLOCK)[:, None] * 4 + torch.arange(2)),
-                1e-6,
-                2,
-                LayerWindow(slots, rows, HEADS, 2, torch.float32, CPU),
-            )
-            for index, cache in enumerate(self.cache)
-        ]
+        order = torch.arange(BLOCK)[:, None] * 4 + torch.arange(2)
+        keys, values = UnitLayout.of(order), UnitLayout.of(order + 2)
+        rope = Rope(torch.ones(4096, 1), torch.zeros(4096, 1))
+        layers = []
+        for index, cache in enumerate(self.cache):
+            window = LayerWindow(slots, rows, HEADS, 2, torch.float32, CPU)
+            layers.append(Layer(index, cache, keys, 1e-6, 2, window, values, rope))
         self.evictor = Evictor(layers, settings)
         self.uneven = UnevenEvictor(layers, settings)
         self.rows: dict[str, list[int]] = {}

@@ -10,16 +10,16 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from nexus_vllm.engine import compat
 from nexus_vllm.engine.stats import STATS_KEY
 from nexus_vllm.plan import Eviction, StepReport
+from nexus_vllm.policies.random_blocks import RandomBlocks
 
 from .simulation import Memory, Simulation, answer
 from .test_invariants import BOTH, prompt
 
 
-class Broken:
-    needs_window = False
+class Broken(RandomBlocks):
     selector = None
 
-    def weights(self, seen: Any) -> Any:
+    def weights(self, obs: Any) -> Any:
         raise ZeroDivisionError("no blocks to score")
 
 

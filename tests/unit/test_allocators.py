@@ -191,7 +191,7 @@ def test_registry(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("adda", {}, "'adda' is unknown.*uniform, pyramid, ada, cake, lu, global"),
+        ("adda", {}, "'adda' is unknown.*uniform, per-head, pyramid, ada, cake, lu, global"),
         ("ada", {"beta": 3}, "'ada' has no parameter beta; it takes: alpha"),
         ("uniform", {"alpha": 0.1}, "it takes: none"),
         ("ada", {"alpha": 1.5}, "alpha is 1.5"),

@@ -26,7 +26,7 @@ from nexus_vllm.engine import compat, reliance
 from nexus_vllm.engine.drift import Drift, drift
 
 if TYPE_CHECKING:
-    from uses import Reader
+    from .uses import Reader
 
 
 @dataclass
@@ -306,7 +306,7 @@ a name is gone."""
 
 @functools.cache
 def readers() -> "list[Reader]":
-    from uses import Reader  # imports all of the engine
+    from .uses import Reader  # imports all of the engine
 
     return [
         Reader(f"{package.__name__}.{module.name}")
@@ -358,7 +358,7 @@ def test_the_installed_vllm_has_it_all() -> None:
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_the_installed_vllm_has_what_tools_use(name: str) -> None:
-    from uses import Reader
+    from .uses import Reader
 
     for use, where in Reader(name).uses.items():
         read, called = (drift([], {use.owner: [use.name + how]}) for how in ("", "("))

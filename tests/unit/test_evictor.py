@@ -9,7 +9,7 @@ from nexus_vllm import allocators
 from nexus_vllm.allocators import Allocator
 from nexus_vllm.config import Settings
 from nexus_vllm.engine.evictor import Evictor, Layer
-from nexus_vllm.engine.layout import KeyLayout
+from nexus_vllm.engine.layout import UnitLayout
 from nexus_vllm.engine.sequences import Sequence
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.window import LayerWindow
@@ -22,7 +22,7 @@ def test_a_worker_that_lost_count_refuses_to_fill(allocator: str) -> None:
     """Serving wrong KV is worse than stopping, whichever way the budget is dealt out."""
     ring = LayerWindow(1, 16, 1, 2, torch.float32, torch.device("cpu"))
     order = torch.arange(32)[:, None] * 4 + torch.arange(2)
-    layers = [Layer(0, torch.zeros(20, 1, 32, 4), KeyLayout.of(order), 1.0, 2, ring)]
+    layers = [Layer(0, torch.zeros(20, 1, 32, 4), UnitLayout.of(order), 1.0, 2, ring)]
     eviction = Eviction("r", "random", allocator, 0, 1, 320, 2, 5, [3, 4, 5], [4, 5], [])
     even, uneven = Evictor(layers, Settings()), UnevenEvictor(layers, Settings())
     dealt = (even.policies["random"], allocators.make(allocator))
@@ -53,7 +53,7 @@ def test_numbers_that_are_not_finite_do_not_end_the_engine(
     window.ring.normal_()
     (cache[3, 0, 5] if where == "key" else window.ring[3]).fill_(wrong)
     order = torch.arange(32)[:, None] * 4 + torch.arange(2)
-    layers = [Layer(0, cache, KeyLayout.of(order), 1.0, 2, window)]
+    layers = [Layer(0, cache, UnitLayout.of(order), 1.0, 2, window)]
     eviction = Eviction(
         request_id="r",
         policy="nexus",
@@ -102,7 +102,7 @@ def test_what_stays_does_not_depend_on_how_much_is_scored_at_once(
         for row in range(layers):
             ring = LayerWindow(1, settings.window, 2 * heads, size, torch.float32, cpu)
             ring.ring.copy_(window[row] * (row + 1))  # layers that look differently widely
-            parts.append(Layer(row, cache[row], KeyLayout.of(order), 1.0, size, ring))
+            parts.append(Layer(row, cache[row], UnitLayout.of(order), 1.0, size, ring))
         even, uneven = Evictor(parts, settings), UnevenEvictor(parts, settings)
         sequence, found = Sequence(0), []
         first, live = 0, list(range(1, 41))

@@ -10,24 +10,24 @@ import torch
 from nexus_vllm import allocators
 from nexus_vllm.config import Settings
 from nexus_vllm.engine.evictor import Evictor, Layer
-from nexus_vllm.engine.layout import KeyLayout
+from nexus_vllm.engine.layout import UnitLayout
 from nexus_vllm.engine.sequences import Sequence
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.engine.worker import EvictionWorker
 from nexus_vllm.plan import Eviction, StepPlan, StepReport
+from nexus_vllm.policies.random_blocks import RandomBlocks
 
 LAYERS, HEADS = 2, 2
 CHECKED = Settings(check_integrity=True)
 
 
-class Broken:
+class Broken(RandomBlocks):
     """Neither scores nor counts."""
 
-    needs_window = False
     selector = None
 
-    def weights(self, seen: Any) -> Any:
+    def weights(self, obs: Any) -> Any:
         raise ZeroDivisionError("no blocks to score")
 
     def counts(self, situation: Any) -> Any:
@@ -41,7 +41,7 @@ def layers() -> list[Layer]:
     order = torch.arange(32)[:, None] * 4 + torch.arange(2)
     window = LayerWindow(1, 16, 1, 2, torch.float32, torch.device("cpu"))
     return [
-        Layer(index, cache, KeyLayout.of(order), 1.0, 2, window)
+        Layer(index, cache, UnitLayout.of(order), 1.0, 2, window)
         for index, cache in enumerate(caches)
     ]
 

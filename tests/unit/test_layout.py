@@ -1,4 +1,4 @@
-"""Keys are read right out of a page however a backend stores them, or not at all."""
+"""Keys and values are read right out of a page however a backend stores them, or not at all."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,11 @@ BLOCK, DIM, HEADS = 32, 8, 3
 
 
 def layer(place: Tensor) -> SimpleNamespace:
-    """A stand-in for vLLM's layer, whose backend puts key (token, dim) at place[token, dim]."""
+    """A stand-in for vLLM's layer, whose backend puts key (token, dim) at place[token, dim], and
+    values, in order, where no key is."""
+    others = torch.ones(2 * BLOCK * DIM, dtype=torch.bool)
+    others[place.flatten()] = False
+    left = others.nonzero().flatten()[: BLOCK * DIM].view(BLOCK, DIM)
 
     def do_kv_cache_update(
         layer: object, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor
@@ -22,6 +26,7 @@ def layer(place: Tensor) -> SimpleNamespace:
             page, offset = divmod(slot, BLOCK)
             for head in range(HEADS):
                 units[page, head, place[offset]] = key[token, head]
+                units[page, head, left[offset]] = value[token, head]
 
     return SimpleNamespace(
         head_size=DIM, impl=SimpleNamespace(do_kv_cache_update=do_kv_cache_update)
@@ -40,19 +45,19 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_keys_are_read_from_any_layout(name: str, dtype: torch.dtype) -> None:
+def test_both_are_read_from_any_layout(name: str, dtype: torch.dtype) -> None:
     backend = layer(LAYOUTS[name])
     # All layers of vLLM share one allocation: a layer's pages are a view with strides of its own.
     pool = torch.zeros(4, 2, HEADS, BLOCK, 2 * DIM, dtype=dtype)
     cache = pool[:, 1]
-    layout = probe(backend, cache)
-    keys = torch.randn(2 * BLOCK, HEADS, DIM).to(dtype)
+    keys, values = torch.randn(2, 2 * BLOCK, HEADS, DIM).to(dtype)
     slots = torch.cat([torch.arange(BLOCK) + 3 * BLOCK, torch.arange(BLOCK) + BLOCK])
     filled = cache.contiguous()
-    backend.impl.do_kv_cache_update(backend, keys, keys, filled, slots)
+    backend.impl.do_kv_cache_update(backend, keys, values, filled, slots)
     cache.copy_(filled)
-    read = layout.read(cache, torch.tensor([3, 1]))
-    assert torch.equal(read, keys.view(2, BLOCK, HEADS, DIM).transpose(1, 2))
+    for written, layout in ((keys, probe(backend, cache)), (values, probe(backend, cache, True))):
+        read = layout.read(cache, torch.tensor([3, 1]))
+        assert torch.equal(read, written.view(2, BLOCK, HEADS, DIM).transpose(1, 2))
 
 
 def test_an_unreadable_layout_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nexus_vllm import policies
-from nexus_vllm.policies import Observation, Policy, base, block_attention
+from nexus_vllm.policies import Observation, Policy, Rope, base, block_attention, score
 from nexus_vllm.policies.nexus import Nexus, WalkOver, WalkRows, age_rank
 from nexus_vllm.selectors import SELECTORS, select
 
@@ -25,12 +26,17 @@ def observe(
     dim: int = 3,
     seed: int = 0,
     last: int | None = None,
+    neox: bool = True,
 ) -> Observation:
-    """Random tensors, block ids unsorted with gaps, the last query at position `last`."""
+    """Random tensors, block ids unsorted with gaps, the last query at position `last`.
+
+    The last dimension, if there are several, is not rotated.
+    """
     g = torch.Generator().manual_seed(seed)
     rows = math.prod(lead)
     ids = torch.stack([torch.randperm(blocks + 4, generator=g)[:blocks] for _ in range(rows)])
     end = (blocks + 4) * block - 1 if last is None else last
+    angles = torch.arange(1000)[:, None] * 0.7 ** torch.arange(max(1, (dim - 1) // 2))
     return Observation(
         queries=torch.randn(*lead, window, query_heads, dim, generator=g) * 2,
         query_positions=torch.arange(end + 1 - window, end + 1),
@@ -41,30 +47,74 @@ def observe(
         seed=seed,
         event=1,
         layers=torch.arange(rows).view(lead),
+        values=torch.randn(*lead, blocks, kv_heads, block, dim, generator=g),
+        state=torch.rand(*lead, blocks, 1, generator=g),
+        new_queries=3,
+        keep=max(1, blocks - 1),
+        prompt_blocks=4,
+        rope=Rope(angles.cos(), angles.sin(), neox),
     )
 
 
-def row_of(obs: Observation, index: int) -> Observation:
-    assert obs.queries is not None
-    assert obs.keys is not None
+OF_BLOCKS = ("keys", "values", "block_ids", "candidates", "valid", "state")
+OF_ROWS = (*OF_BLOCKS, "queries", "layers")
+
+
+def changed(
+    obs: Observation, names: tuple[str, ...], change: Callable[[Tensor], Tensor]
+) -> Observation:
+    """The observation with those of its tensors changed that it has."""
+    tensors = {name: getattr(obs, name) for name in names}
     return dataclasses.replace(
-        obs,
-        queries=obs.queries[index],
-        keys=obs.keys[index],
-        block_ids=obs.block_ids[index],
-        candidates=obs.candidates[index],
-        layers=obs.layers[index],
+        obs, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None}
     )
+
+
+def row_of(obs: Observation, index: int | tuple[int, ...]) -> Observation:
+    return changed(obs, OF_ROWS, lambda tensor: tensor[index])
 
 
 def permuted(obs: Observation, order: Tensor) -> Observation:
-    assert obs.keys is not None
+    axis = obs.layers.dim()
+    return changed(obs, OF_BLOCKS, lambda tensor: tensor.index_select(axis, order))
+
+
+def as_seen_by(policy: Policy, obs: Observation) -> Observation:
+    """Without what the policy does not ask for."""
+    keys = policy.needs_keys or policy.needs_window
     return dataclasses.replace(
         obs,
-        keys=obs.keys.index_select(len(obs.layers.shape), order),
-        block_ids=obs.block_ids[..., order],
-        candidates=obs.candidates[..., order],
+        queries=obs.queries if policy.needs_window else None,
+        query_positions=obs.query_positions if policy.needs_window else None,
+        keys=obs.keys if keys else None,
+        values=obs.values if policy.needs_values else None,
+        rope=obs.rope if policy.needs_rope else None,
+        state=obs.state if policy.state_size else None,
     )
+
+
+def padded(obs: Observation) -> Observation:
+    """With two entries more that are no blocks, among the others."""
+    size, lead = obs.block_ids.shape[-1], obs.layers.dim()
+    g = torch.Generator().manual_seed(1)
+
+    def longer(x: Tensor | None, fill: float) -> Tensor | None:
+        if x is None:
+            return None
+        shape = (*x.shape[:lead], 2, *x.shape[lead + 1 :])
+        more = torch.randn(shape, generator=g) * 100 if fill == 1 else torch.full(shape, fill)
+        return torch.cat([x, more.to(x.dtype)], dim=lead)
+
+    obs = dataclasses.replace(
+        obs,
+        keys=longer(obs.keys, 1),
+        values=longer(obs.values, 1),
+        state=longer(obs.state, math.nan),
+        block_ids=longer(obs.block_ids, 500),
+        candidates=longer(obs.candidates, False),
+        valid=longer(torch.ones_like(obs.candidates), False),
+    )
+    return permuted(obs, torch.tensor([size, *range(size), size + 1]))
 
 
 # --- the contract -----------------------------------------------------------------------------
@@ -76,6 +126,11 @@ EVERY_POLICY = [
         ("nexus", {"heads": "mean", "walk_over": "all", "walk_rows": "oldest"}),
         ("nexus", {"walk_over": "all", "walk_rows": "spread", "walk_steps": 99}),
         ("nexus", {"walk_steps": 0, "eps_tie": 0.0}),
+        ("snapkv", {"pool": 7, "pooling": "max"}),
+        ("snapkv", {"pool": 1}),
+        ("cake", {"gamma": 0.0}),
+        ("expected-attention", {"future": 3, "eps": 0.02}),
+        ("vase", {"share": 1.0}),
     ]
 ]
 SHAPES: list[dict[str, Any]] = [
@@ -90,25 +145,83 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("policy", EVERY_POLICY)
+every_policy = pytest.mark.parametrize("policy", EVERY_POLICY)
+
+
+@every_policy
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_contract(policy: Policy, shape: dict[str, Any]) -> None:
-    obs = observe(**shape)
-    seen = obs
-    if not policy.needs_window:
-        seen = dataclasses.replace(obs, queries=None, query_positions=None, keys=None)
-    weights = policy.weights(seen)
-    assert weights.shape == obs.block_ids.shape
-    assert weights.dtype == torch.float32
-    assert bool(weights.isfinite().all())
+    seen = as_seen_by(policy, observe(**shape))
+    weights, state = score(policy, seen)
+    assert weights.shape == seen.block_ids.shape
+    assert (0 if state is None else state.shape[-1]) == policy.state_size
+    for tensor in [weights] if state is None else [weights, state]:
+        assert tensor.shape[: weights.dim()] == weights.shape
+        assert tensor.dtype == torch.float32
+        assert bool(tensor.isfinite().all())
     assert bool((weights >= 0).all())
-    assert torch.equal(policy.weights(seen), weights)
+    assert torch.equal(score(policy, seen)[0], weights)
 
-    order = torch.randperm(obs.block_ids.shape[-1], generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(policy.weights(permuted(obs, order)), weights[..., order])
+    order = torch.randperm(seen.block_ids.shape[-1], generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(score(policy, permuted(seen, order))[0], weights[..., order])
     if shape.get("lead"):
         for index in range(len(weights)):
-            torch.testing.assert_close(policy.weights(row_of(obs, index)), weights[index])
+            torch.testing.assert_close(score(policy, row_of(seen, index))[0], weights[index])
+
+
+@every_policy
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_padding_changes_nothing(policy: Policy, shape: dict[str, Any]) -> None:
+    seen = as_seen_by(policy, observe(**shape))
+    weights, state = score(policy, seen)
+    more, longer = score(policy, padded(seen))
+    assert bool(more.isfinite().all())
+    torch.testing.assert_close(more[..., 1:-1], weights)
+    if state is not None:
+        assert longer is not None
+        torch.testing.assert_close(longer[..., 1:-1, :], state)
+
+
+@every_policy
+def test_a_policy_asks_for_what_it_needs(policy: Policy) -> None:
+    """Without one of its inputs it says so; `as_seen_by` has shown that it needs no other."""
+    obs = as_seen_by(policy, observe())
+    needs = {
+        "keys": policy.needs_window or policy.needs_keys,
+        "queries": policy.needs_window,
+        "query_positions": policy.needs_window,
+        "values": policy.needs_values,
+        "rope": policy.needs_rope,
+    }
+    for name in [name for name, needed in needs.items() if needed]:
+        with pytest.raises(ValueError, match=name):
+            score(policy, dataclasses.replace(obs, **{name: None}))
+    if policy.state_size:
+        with pytest.raises(ValueError, match="state"):
+            policy.weights(dataclasses.replace(obs, state=None))
+
+
+@every_policy
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_computes_in_float32(policy: Policy, dtype: torch.dtype) -> None:
+    """The numbers are large: sums of their squares are beyond float16, and so are differences."""
+    obs = as_seen_by(policy, observe(lead=(2,), blocks=6, dim=64, block=4))
+    half = changed(obs, ("keys", "values"), lambda x: (x / x.abs().amax() * 65000).to(dtype))
+    half = changed(half, ("queries",), lambda x: (x / 65000).to(dtype))
+    same = changed(half, ("queries", "keys", "values"), torch.Tensor.float)
+    weights, _ = score(policy, half)
+    assert bool(weights.isfinite().all())
+    assert torch.equal(weights, score(policy, same)[0])
+
+
+@every_policy
+@pytest.mark.parametrize("limit", [1, 30, 300])
+def test_in_pieces(policy: Policy, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory limit splits rows, then KV heads; the weights stay the same."""
+    seen = as_seen_by(policy, observe(lead=(2, 3), last=9))
+    whole, _ = score(policy, seen)
+    monkeypatch.setattr(base, "MAX_LOGITS", limit)
+    torch.testing.assert_close(score(policy, seen)[0], whole)
 
 
 @pytest.mark.parametrize("name", policies.names())
@@ -129,16 +242,16 @@ def test_make_takes_a_mapping_or_any_settings_object() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("nexsu", {}, "'nexsu' is unknown.*nexus, streaming-llm, random"),
+        ("nexsu", {}, "'nexsu' is unknown.*nexus, snapkv, .*streaming-llm, random"),
         ("nexus", {"lambda": 0.5}, "no parameter lambda; it takes: walk_steps, lam"),
         ("random", {"lam": 0.5}, "no parameter lam; it takes: none"),
         ("nexus", {"lam": -0.5}, "lam is -0.5"),
         ("nexus", {"lam": math.nan}, "lam is nan"),
         ("nexus", {"eps_tie": math.inf}, "eps_tie is inf"),
         ("nexus", {"walk_steps": -1}, "walk_steps is -1"),
-        ("nexus", {"heads": "max"}, "'max', choose one of per-head, mean"),
-        ("nexus", {"walk_rows": "last"}, "'last', choose one of newest, oldest, spread"),
-        ("nexus", {"walk_over": "some"}, "'some', choose one of all, candidates"),
+        ("nexus", {"heads": "max"}, "heads is 'max'.*'per-head' or 'mean'"),
+        ("nexus", {"walk_rows": "last"}, "walk_rows is 'last'.*'newest', 'oldest' or 'spread'"),
+        ("nexus", {"walk_over": "some"}, "walk_over is 'some'.*'all' or 'candidates'"),
     ],
 )
 def test_wrong_parameters_are_named(name: str, options: dict[str, Any], message: str) -> None:
@@ -341,7 +454,7 @@ def naive_nexus(obs: Observation, policy: Nexus) -> list[float]:
     size = len(scores[0])
     ids = obs.block_ids.tolist()
     age = [sorted(ids).index(i) / max(1, size - 1) for i in ids]
-    mean = [sum(score[j] for score in scores) / len(scores) for j in range(size)]
+    mean = [sum(head[j] for head in scores) / len(scores) for j in range(size)]
     return [mean[j] + policy.eps_tie * age[j] for j in range(size)]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nexus_vllm.rng import uniforms
-from nexus_vllm.selectors import SELECTORS, priorities, select
+from nexus_vllm.selectors import SELECTORS, inclusion, priorities, select
 
 W5 = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
 
@@ -115,9 +115,9 @@ def test_a_row_depends_on_itself_alone(kind: str) -> None:
     assert torch.equal(pick(kind, weights[4:5], 7, layers=torch.tensor([4])), whole[4:5])
 
 
-@pytest.mark.parametrize("kind", ["reservoir", "gumbel"])
+@pytest.mark.parametrize("kind", ["reservoir", "gumbel", "pareto", "systematic"])
 def test_events_and_seeds_draw_afresh(kind: str) -> None:
-    weights = torch.ones(1, 64)
+    weights = torch.linspace(1, 2, 64)[None]
     kept = pick(kind, weights, 32)
     assert torch.equal(pick(kind, weights, 32), kept)
     assert not torch.equal(pick(kind, weights, 32, event=3), kept)
@@ -159,7 +159,7 @@ def test_forced_stays_before_a_weight_that_is_not_finite() -> None:
         ({"keep": 4, "forced": torch.ones(1, 5).bool()}, "5 blocks are forced but only 4 may stay"),
         ({"weights": -W5[None]}, "finite and not negative"),
         ({"weights": W5[None] * math.nan}, "finite and not negative"),
-        ({"kind": "best"}, "'best' is unknown.*topk, reservoir, gumbel"),
+        ({"kind": "best"}, "'best' is unknown.*topk, reservoir, gumbel, pareto, systematic"),
         ({"kind": "reservoir", "n": 0}, "n is 0"),
         ({"kind": "gumbel", "temperature": -0.1}, "temperature is -0.1"),
         ({"kind": "gumbel", "temperature": math.nan}, "temperature is nan"),
@@ -200,7 +200,7 @@ def test_equation_6_value() -> None:
     u = uniforms(11, 2, layers, ids, 5).double()
     literal = (u ** (1 / W5.double()[None, :, None])).mean(-1)
     ours = priorities(
-        "reservoir", W5[None], seed=11, event=2, layers=layers, block_ids=ids, n=5
+        "reservoir", W5[None], seed=11, event=2, layers=layers, block_ids=ids, n=5, draws=layers
     ).exp()
     torch.testing.assert_close(ours, literal, rtol=1e-12, atol=0)
 
@@ -216,6 +216,7 @@ def test_many_draws_approach_the_mean_of_lemma_a2() -> None:
         layers=torch.arange(1),
         block_ids=torch.arange(4)[None],
         n=n,
+        draws=torch.tensor([1]),
     ).exp()
     w = weights.double()
     sigma = (w / (n * (w + 1) ** 2 * (w + 2))).sqrt()
@@ -248,6 +249,68 @@ def test_gumbel_cools_to_topk() -> None:
     assert overlap[-1] < 0.45  # chance is 1/3
 
 
+def water_filling(weights: list[float], draws: int) -> list[float]:
+    """min(1, c w) that sums to `draws`, by bisection of c."""
+    low, high = 0.0, draws / min(w for w in weights if w > 0)
+    for _ in range(200):
+        c = (low + high) / 2
+        low, high = (c, high) if sum(min(1.0, c * w) for w in weights) < draws else (low, c)
+    return [min(1.0, high * w) for w in weights]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_inclusion_is_water_filling(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 12))
+    value = st.one_of(st.sampled_from([0.0, 1e-38, 0.5, 0.5, 1e6]), st.floats(1e-6, 1.0))
+    weights = data.draw(st.lists(value, min_size=size, max_size=size))
+    draws = data.draw(st.integers(0, size))
+    (found,) = inclusion(torch.tensor([weights], dtype=torch.float64), torch.tensor([draws]))
+    positive = sum(w > 0 for w in weights)
+    if draws >= positive:
+        assert found.tolist() == [float(w > 0) for w in weights]
+    else:
+        expected = torch.tensor(water_filling(weights, draws), dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        assert abs(found.sum().item() - draws) < 1e-9
+
+
+@pytest.mark.parametrize(("kind", "slack"), [("pareto", 0.012), ("systematic", 0.0)])
+def test_pi_ps_includes_each_block_with_its_probability(kind: str, slack: float) -> None:
+    """20,000 draws of 3 from 8 with one forced block, one certain and one of weight 0."""
+    rows = 20_000
+    weights = torch.tensor([9.0, 4.0, 0.3, 0.1, 0.4, 0.0, 0.2, 0.25])
+    forced = torch.zeros(rows, 8, dtype=torch.bool)
+    forced[:, 0] = True
+    kept = pick(kind, weights.expand(rows, 8), 4, forced=forced)
+    expected = torch.tensor([1.0, *water_filling(weights[1:].tolist(), 3)], dtype=torch.float64)
+    assert expected[1] == 1
+    sigma = (expected * (1 - expected) / rows).sqrt()
+    assert torch.all((kept.double().mean(0) - expected).abs() <= 4 * sigma + slack)
+
+
+def test_systematic_spreads_over_the_text() -> None:
+    """Of equal blocks every third stays, whichever the first: in order of age, not of listing."""
+    ids = torch.randperm(30, generator=torch.Generator().manual_seed(5)).expand(200, 30)
+    kept = pick("systematic", torch.ones(200, 30), 10, block_ids=ids)
+    firsts = set()
+    for row in range(200):
+        stays = sorted(ids[row, kept[row]].tolist())
+        assert stays == list(range(stays[0], 30, 3))
+        firsts.add(stays[0])
+    assert firsts == {0, 1, 2}
+
+
+def test_successive_sampling_includes_heavy_blocks_less_than_pi_ps() -> None:
+    """What Lemma A.1 leaves open: inclusion under Eq. 6 is not proportional to weight."""
+    p = water_filling(W5.tolist(), 2)[1]
+    rows = 20_000
+    shares = {k: pick(k, W5.expand(rows, 5), 2, n=1)[:, 1].double().mean() for k in SELECTORS[1:]}
+    assert p == pytest.approx(0.8)
+    assert shares["reservoir"] < p - 0.05
+    assert abs(shares["systematic"] - p) < 0.012
+
+
 # --- numerics ---------------------------------------------------------------------------------
 
 
@@ -258,12 +321,23 @@ def test_literal_powers_underflow_where_ours_do_not(n: int) -> None:
     weights = torch.full((1, size), 1 / size)
     literal = uniforms(5, 0, layers, ids, n).pow(1 / weights[..., None]).mean(-1)
     assert (literal == 0).float().mean() > 0.8
-    ours = priorities("reservoir", weights, seed=5, event=0, layers=layers, block_ids=ids, n=n)
+    ours = priorities(
+        "reservoir", weights, seed=5, event=0, layers=layers, block_ids=ids, n=n, draws=layers
+    )
     assert bool(ours.isfinite().all())
     assert ours.unique().numel() >= size - 8  # 23-bit uniforms: about one repeat in 4096
 
 
-@pytest.mark.parametrize(("kind", "n"), [("reservoir", 1), ("reservoir", 5), ("gumbel", 1)])
+@pytest.mark.parametrize(
+    ("kind", "n"),
+    [
+        ("reservoir", 1),
+        ("reservoir", 5),
+        ("gumbel", 1),
+        ("pareto", 1),
+        ("systematic", 1),
+    ],
+)
 def test_smallest_positive_weight_still_outranks_zero(kind: str, n: int) -> None:
     weights = torch.zeros(64, 8)
     weights[:, 3] = torch.finfo(torch.float32).smallest_normal * 2.0**-23

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from nexus_vllm.config import ALLOCATORS, POLICIES
 from nexus_vllm.server.metrics import REJECTIONS
 from nexus_vllm.tools import bench_servers, soak
 from nexus_vllm.tools.bench_servers import Server
@@ -550,8 +551,8 @@ def test_the_plan_has_everything_in_it() -> None:
     assert {a.named for a in refused} >= {case[2] for case in (*MALFORMED, *TOO_BIG)}
     assert {a.reason for a in refused} - {None} <= set(REJECTIONS)
     for key, values in {
-        "kv_policy": {"nexus", "streaming-llm", "random", "none"},
-        "kv_allocator": {"uniform", "pyramid", "ada", "cake", "lu", "global", "auto"},
+        "kv_policy": {*POLICIES, "none"},
+        "kv_allocator": {*ALLOCATORS, "auto"},
         "kv_prefill": {"auto", "oneshot", "streaming"},
     }.items():
         assert {a.directive[key] for a in answered if key in a.directive} == values

@@ -5,7 +5,7 @@ and finished at random over a small pool of pages. An account kept beside it kno
 each (layer, KV head) of each sequence has each of its blocks, and what that must hold; all of it is
 compared after every event.
 
-NEXUS_WORKER_EVENTS (default 2,000; fewer may not meet every case, which fails) and
+NEXUS_WORKER_EVENTS (default 3,000; fewer may not meet every case, which fails) and
 NEXUS_WORKER_SEED (default 0) choose the run. A failure names seed and event.
 """
 
@@ -22,17 +22,17 @@ from nexus_vllm.allocators import Allocator, Situation
 from nexus_vllm.allocators.cake import Cake
 from nexus_vllm.config import Settings
 from nexus_vllm.engine.evictor import Evictor, Layer
-from nexus_vllm.engine.layout import KeyLayout
+from nexus_vllm.engine.layout import UnitLayout
 from nexus_vllm.engine.sequences import Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.unit_batch import UnevenBatch
 from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction, EvictionPlan
-from nexus_vllm.policies import Observation, block_attention
+from nexus_vllm.policies import Observation, Rope, block_attention, score, state_size
 from nexus_vllm.profile import ModelFacts, Profile
-from nexus_vllm.selectors import select
+from nexus_vllm.selectors import SELECTORS, select
 
-EVENTS = int(os.environ.get("NEXUS_WORKER_EVENTS", "2000"))
+EVENTS = int(os.environ.get("NEXUS_WORKER_EVENTS", "3000"))
 SEED = int(os.environ.get("NEXUS_WORKER_SEED", "0"))
 EVENTS_PER_WORLD = 250
 MOST_BLOCKS = 40
@@ -40,6 +40,8 @@ MOST_BLOCKS = 40
 SEQUENCES = 6
 HEAD_SIZE = 2
 CPU = torch.device("cpu")
+ANGLES = torch.linspace(0, 100, 1000)[:, None]
+ROPE = Rope(ANGLES.cos(), ANGLES.sin())
 
 EXPECTED = {
     "start",
@@ -68,13 +70,14 @@ EXPECTED = {
     "counts checked exactly",
     "more blocks than the budget",
     "fewer blocks than the budget",
+    "by the decode selector",
     "unit lent to another layer",
     "unit lent to another head",
     "batch of uneven, even and not evictable sequences",
     "batch with a part-filled page",
     *(f"allocator {name}" for name in allocators.names()),
     *(f"policy {name}" for name in policies.names()),
-    *(f"{name} with {policy}" for name in allocators.names() for policy in policies.names()),
+    *(f"{kind} with {policy}" for kind in ("even", "uneven") for policy in policies.names()),
 }
 
 
@@ -85,7 +88,9 @@ class Life:
     `contents` [layers, heads, MOST_BLOCKS, block, 2 * head size]: what every token writes.
     `units` [layers, heads, MOST_BLOCKS]: the unit that holds each live full block, -1 for none.
     No `plan`: never evicted, and unknown to the worker's table. `length`: tokens at its end.
-    `publishes`: how many of its first blocks others may share.
+    `publishes`: how many of its first blocks others may share. `state` [layers, heads, MOST_BLOCKS,
+    S]: what the policy has said of each block, NaN where nothing yet; heads is 1 where all keep the
+    same ones. `seen`: tokens at the last eviction.
     """
 
     request_id: str
@@ -97,10 +102,12 @@ class Life:
     publishes: int
     contents: np.ndarray
     units: np.ndarray
+    state: torch.Tensor
     row: list[int] = field(default_factory=list)
     computed: int = 0
     released: int = 0
     event: int = 0
+    seen: int = 0
 
     @property
     def due(self) -> bool:
@@ -135,7 +142,9 @@ class World:
             window=draw.choice([1, 4, 16]),
             sink_blocks=draw.randint(0, 2),
             recency_blocks=draw.randint(1, 3),
-            selector=draw.choice(["topk", "reservoir", "gumbel"]),
+            selector=draw.choice(SELECTORS),
+            decode_selector=draw.choice([None, *SELECTORS]),
+            smoothing=draw.choice([0.0, 0.0, 0.6]),
         )
         self._allocate(pages)
         self._connect()
@@ -181,7 +190,8 @@ class World:
             )
             window.ring[:] = torch.from_numpy(self._random(*window.ring.shape)) * 2 - 1
             layer = self.first_layer + index
-            layers.append(Layer(layer, cache, KeyLayout.of(order), 1.0, HEAD_SIZE, window))
+            both = UnitLayout.of(order), UnitLayout.of(order + HEAD_SIZE)
+            layers.append(Layer(layer, cache, both[0], 1.0, HEAD_SIZE, window, both[1], ROPE))
         self.rings = [layer.window.ring for layer in layers]
         self.evictor = Evictor(layers, settings)
         self.uneven = UnevenEvictor(layers, settings)
@@ -278,12 +288,13 @@ class World:
             request_id=f"r{self.born}",
             plan=plan,
             policy=draw.choice(policies.names()),
-            allocator=draw.choice(allocators.names()),
+            allocator=draw.choice(["uniform", "uniform", *allocators.names()]),
             seed=draw.getrandbits(31),
             length=min(prompt + draw.randint(1, 20 * self.block), MOST_BLOCKS * self.block - 1),
             publishes=draw.choice([0, draw.randint(1, 12), MOST_BLOCKS]),
             contents=np.empty(0),
             units=np.full(shape, -1),
+            state=torch.empty(0),
         )
         self.seen["not evictable"] += plan is None
         self._begin(life)
@@ -296,7 +307,10 @@ class World:
     def _begin(self, life: Life) -> None:
         shape = self.layers, self.heads, MOST_BLOCKS, self.block, 2 * HEAD_SIZE
         life.contents, life.units[:] = self._random(*shape), -1
-        life.row, life.computed, life.released, life.event = [], 0, 0, 0
+        life.row, life.computed, life.released, life.event, life.seen = [], 0, 0, 0, 0
+        size = state_size(self.evictor.policies[life.policy], self.settings.smoothing)
+        heads = 1 if life.allocator == "uniform" else self.heads
+        life.state = torch.full((self.layers, heads, MOST_BLOCKS, size), torch.nan)
         self._hit_prefix(life)
         self.running[life.request_id] = life
         if life.plan is not None:
@@ -442,6 +456,7 @@ class World:
             pages=live,
             kept_pages=kept,
             tail_pages=life.row[full:],
+            prompt_tokens=life.plan.prompt_tokens,
         )
         self.give_back([page for page in live if page not in own])
         life.row, life.released = eviction.row, target
@@ -460,7 +475,7 @@ class World:
         assert life.plan is not None
         budget, pairs, full = life.plan.budget, self.layers * self.heads, eviction.full
         before, room = life.units, self.own(eviction.kept_pages)
-        expected = self.choice(life, eviction)
+        expected, state = self.choice(life, eviction)
         policy, allocator = self.evictor.policies[life.policy], self.allocators[life.allocator]
         sequence = self.sequences.by_id[life.request_id]
         if life.allocator == "uniform":
@@ -469,6 +484,7 @@ class World:
         else:
             moved, _ = self.uneven.evict(sequence, eviction, policy, allocator)
         life.event += 1
+        life.seen = eviction.computed
         # Nothing else may have been written; `check` compares.
         self.known[room] = self.memory[room]
 
@@ -478,7 +494,7 @@ class World:
         kept = has.sum(-1)
         assert kept.sum() == budget * pairs, f"{kept.sum()} blocks kept, not {budget * pairs}"
         assert not (had & ~has)[:, :, self.forced(full)].any(), "a forced block is gone"
-        scored = policy.needs_window
+        scored = policy.needs_window or policy.needs_keys
         if not allocator.needs_preference and not (allocator.needs_weights and scored):
             self.seen["counts checked exactly"] += 1
             assert np.array_equal(kept, expected.sum(-1)), "a head keeps another number"
@@ -491,11 +507,15 @@ class World:
         assert (after == before)[may_stay].all(), "a block moved that could stay"
         assert moved == (has & ~may_stay).sum(), "copies miscounted"
         life.units = after
+        life.state[:] = torch.nan
+        stays = torch.from_numpy(has[:, : state.shape[1], :full])
+        life.state[:, :, :full][stays] = state[stays]
 
         seen = self.seen
         seen[f"allocator {life.allocator}"] += 1
         seen[f"policy {life.policy}"] += 1
-        seen[f"{life.allocator} with {life.policy}"] += 1
+        kind = "even" if life.allocator == "uniform" else "uneven"
+        seen[f"{kind} with {life.policy}"] += 1
         seen["choice of almost equal blocks"] += bool(others)
         seen["more blocks than the budget"] += int(kept.max()) > budget
         seen["fewer blocks than the budget"] += int(kept.min()) < budget
@@ -514,8 +534,8 @@ class World:
         settings = self.settings
         return blocks[(blocks < settings.sink_blocks) | (blocks >= full - settings.recency_blocks)]
 
-    def choice(self, life: Life, eviction: Eviction) -> np.ndarray:
-        """Which blocks must stay, [L, H, full] bool.
+    def choice(self, life: Life, eviction: Eviction) -> tuple[np.ndarray, torch.Tensor]:
+        """Which blocks must stay, [L, H, full] bool, and their state [L, H or 1, full, S].
 
         Worked out anew from the account, where blocks lie in their order and keys are as written.
         """
@@ -533,20 +553,28 @@ class World:
         layers = torch.arange(self.layers)[:, None, None]
         heads = torch.arange(held.shape[1])[:, None]
         rows = (self.first_layer + layers[..., 0]) * held.shape[1] + heads[:, 0]
-        contents = torch.from_numpy(life.contents[..., :HEAD_SIZE])
+        contents = torch.from_numpy(life.contents)
         count = min(settings.window, life.computed)
         positions = torch.arange(life.computed - count, life.computed)
         slot = self.sequences.by_id[life.request_id].slot * settings.window
         queries = torch.stack([ring[slot + positions % settings.window] for ring in self.rings])
         if even:
-            keys = contents[layers[..., 0], :, ids[:, 0].clamp(max=full - 1)]
+            both = contents[layers[..., 0], :, ids[:, 0].clamp(max=full - 1)]
         else:
-            keys = contents[layers, heads, ids.clamp(max=full - 1)].unsqueeze(3)
+            both = contents[layers, heads, ids.clamp(max=full - 1)].unsqueeze(3)
             queries = queries.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        known = life.state[layers, torch.arange(life.state.shape[1])[:, None], ids.clamp(max=full)]
         seen = Observation(
             queries=queries,
             query_positions=positions,
-            keys=keys,
+            keys=both[..., :HEAD_SIZE],
+            values=both[..., HEAD_SIZE:],
+            valid=valid[:, 0] if even else valid,
+            state=(known[:, 0] if even else known) if known.shape[-1] else None,
+            new_queries=life.computed - life.seen,
+            keep=budget,
+            prompt_blocks=eviction.prompt_tokens // self.block,
+            rope=ROPE,
             block_ids=ids[:, 0] if even else ids,
             scale=1.0,
             candidates=(valid & ~forced)[:, 0] if even else valid & ~forced,
@@ -554,7 +582,8 @@ class World:
             event=life.event,
             layers=rows[:, 0] if even else rows,
         )
-        weights = policy.weights(seen).view(ids.shape)
+        found, state = score(policy, seen, settings.smoothing)
+        weights = found.view(ids.shape)
         weights = torch.where(valid, weights.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
         preference = None
         if isinstance(allocator, Cake):
@@ -576,8 +605,10 @@ class World:
                     preference=preference,
                 )
             )
+        later = life.event > 0 and life.computed > eviction.prompt_tokens
+        chosen = later and settings.decode_selector
         kept = select(
-            policy.selector or settings.selector,
+            policy.selector or chosen or settings.selector,
             weights.flatten(0, 1),
             counts.flatten(),
             forced.flatten(0, 1),
@@ -588,9 +619,14 @@ class World:
             n=settings.n,
             temperature=settings.temperature,
         )
+        self.seen["by the decode selector"] += bool(chosen)
         wide = torch.zeros(self.layers, held.shape[1], 2 * full + 1, dtype=torch.bool)
         wide.scatter_(2, ids, kept.view(ids.shape))
-        return wide[..., :full].expand(-1, self.heads, -1).numpy()
+        of_blocks = torch.full((*wide.shape, known.shape[-1]), torch.nan)
+        if state is not None:
+            places = ids[..., None].expand(*ids.shape, state.shape[-1])
+            of_blocks.scatter_(2, places, state.view(places.shape))
+        return wide[..., :full].expand(-1, self.heads, -1).numpy(), of_blocks[:, :, :full]
 
     # What must hold after every event
 

@@ -32,29 +32,32 @@ from hypothesis.stateful import (
 )
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from nexus_vllm import allocators, policies
+from nexus_vllm import allocators
 from nexus_vllm.config import Settings
 from nexus_vllm.engine import attention
 from nexus_vllm.engine.attention import EvictionBuilderMixin, EvictionImplMixin
 from nexus_vllm.engine.evictor import Evictor, Layer
-from nexus_vllm.engine.layout import KeyLayout
+from nexus_vllm.engine.layout import UnitLayout
 from nexus_vllm.engine.sequences import Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.unit_batch import UnitTables
 from nexus_vllm.engine.window import LayerWindow, ring_rows
 from nexus_vllm.engine.worker import EvictionWorker
 from nexus_vllm.plan import Eviction, StepPlan
+from nexus_vllm.policies import Rope
+from nexus_vllm.policies.random_blocks import RandomBlocks
 from nexus_vllm.profile import ModelFacts, Profile
 
 EVENTS = int(os.environ.get("NEXUS_TWIN_EVENTS", "3000"))
 SEED = int(os.environ.get("NEXUS_TWIN_SEED", "0"))
 EVENTS_PER_WORLD = 40
-WORLDS_PER_ROUND = 50
+WORLDS_PER_ROUND = 10
 """Hypothesis remembers what it has drawn: rounds let it forget."""
 BLOCK, LAYERS, HEADS, GROUP, SIZE, PAGES, SLOTS = 32, 3, 2, 2, 3, 40, 4
 QUERY_HEADS = HEADS * GROUP
 LONGEST = 20 * BLOCK
 CPU = torch.device("cpu")
+ROPE = Rope(torch.ones(4096, SIZE // 2), torch.zeros(4096, SIZE // 2))
 FACT, UNIT = 2 * SIZE * 4, BLOCK * 2 * SIZE * 4
 """Bytes."""
 PAIRS = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
@@ -68,8 +71,19 @@ PROFILE = Profile(
     torch.tensor([[[0.05, 0.35], [0.1, 0.3], [0, 0.4]], [[0.4, 0.8], [0.2, 1], [0.5, 0.7]]]),
 )
 
+# One for each way to look at a sequence; test_worker_events.py has them all.
+LOOKING = (
+    "nexus",
+    "h2o",
+    "keydiff",
+    "vase",
+    "expected-attention",
+    "streaming-llm",
+    "random",
+    BROKEN,
+)
 EXPECTED = {
-    *(f"policy {name}" for name in (*policies.names(), BROKEN)),
+    *(f"policy {name}" for name in LOOKING),
     *(f"allocator {name}" for name in allocators.names()),
     *(f"pages {how}" for how in ("in place", "fresh", "mixed")),
     "evicted again",
@@ -209,18 +223,17 @@ class EvictionImpl(EvictionImplMixin, Impl):
     pass
 
 
-class Failing:
+class Failing(RandomBlocks):
     """A policy that raises."""
 
-    needs_window = False
     selector = None
 
-    def weights(self, seen: Any) -> Any:
+    def weights(self, obs: Any) -> Any:
         raise ZeroDivisionError("no blocks to score")
 
 
 KIND = st.tuples(
-    st.sampled_from([*policies.names(), BROKEN]),
+    st.sampled_from(LOOKING),
     st.sampled_from(["uniform", "uniform", *allocators.names()]),
 )
 """Policy and allocator."""
@@ -230,6 +243,8 @@ class Twin(RuleBasedStateMachine):
     """Worker and twin, and what may happen to both. A rule plans; `prefill` and `decode` step."""
 
     seen: ClassVar[Counter[str]] = Counter()
+    leading: ClassVar[str] = BROKEN
+    """The policy of the first sequence in each world of a round."""
 
     @initialize(
         window=st.sampled_from([1, 8, 40]),
@@ -239,7 +254,8 @@ class Twin(RuleBasedStateMachine):
         selector=st.sampled_from(["topk", "reservoir", "gumbel"]),
         order=st.permutations(range(LAYERS)),
         gaps=st.lists(st.integers(0, 2), min_size=LAYERS, max_size=LAYERS),
-        first=st.lists(KIND, max_size=3),
+        first=st.lists(KIND, max_size=2),
+        dealt=st.sampled_from(["uniform", *allocators.names()]),
     )
     def begin(
         self,
@@ -251,6 +267,7 @@ class Twin(RuleBasedStateMachine):
         order: list[int],
         gaps: list[int],
         first: list[tuple[str, str]],
+        dealt: str,
     ) -> None:
         self.settings = Settings(
             window=window,
@@ -273,20 +290,21 @@ class Twin(RuleBasedStateMachine):
         self.plan, self.born, self.token = StepPlan(), 0, 0
         self.slots: set[int] = set()
         self.given_back: set[int] = set()
-        for policy, allocator in first:
+        for policy, allocator in ((self.leading, dealt), *first):
             self.start_one((policy, allocator), True)
         self.step([256, 200, 100], 0, 0, fold=False)
 
     def connect(self) -> None:
         """The worker and attention, as start-up leaves them."""
-        keys = KeyLayout.of(torch.arange(BLOCK)[:, None] * 2 * SIZE + torch.arange(SIZE))
+        order = torch.arange(BLOCK)[:, None] * 2 * SIZE + torch.arange(SIZE)
+        keys, values = UnitLayout.of(order), UnitLayout.of(order + SIZE)
         layers = []
         for layer in range(LAYERS):
             first = self.start[layer]
             cache = self.storage[first : first + PAGES * HEADS]
             window = LayerWindow(SLOTS, self.ring_rows, QUERY_HEADS, SIZE, torch.float32, CPU)
             cache = cache.view(PAGES, HEADS, BLOCK, 2 * SIZE)
-            layers.append(Layer(layer, cache, keys, 1e-6, SIZE, window))
+            layers.append(Layer(layer, cache, keys, 1e-6, SIZE, window, values, ROPE))
         self.layers, self.runner = layers, Rows()
         self.worker = worker = EvictionWorker.__new__(EvictionWorker)
         worker.eviction, worker.runner = self.settings, self.runner  # type: ignore[assignment]
@@ -692,6 +710,7 @@ def test_the_worker_does_to_memory_what_its_twin_does() -> None:
     Twin.seen.clear()
     worlds = max(1, EVENTS // EVENTS_PER_WORLD)
     for first in range(0, worlds, WORLDS_PER_ROUND):
+        Twin.leading = LOOKING[first // WORLDS_PER_ROUND % len(LOOKING)]
         run_state_machine_as_test(
             seed(f"{SEED}/{first}")(Twin),
             settings=settings(

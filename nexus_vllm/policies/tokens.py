@@ -1,0 +1,40 @@
+"""From scores of tokens to weights of blocks."""
+
+from typing import Literal, get_args
+
+from torch import Tensor
+from torch.nn import functional
+
+Pooling = Literal["avg", "max"]
+
+
+def pooled(scores: Tensor, block_ids: Tensor, kernel: int, pooling: Pooling = "avg") -> Tensor:
+    """Each token's score [..., H, N, b] averaged with, or the largest among, its neighbours'.
+
+    kernel: odd, how many tokens; 1 changes nothing. Neighbours are those next to it in what is left
+    of the text, whatever lay between; beyond the ends there are zeros. block_ids: [..., N].
+    """
+    if kernel == 1:
+        return scores
+    *lead, size, block = scores.shape
+    order = block_ids.argsort(dim=-1)[..., None, :, None].expand(scores.shape)
+    line = scores.gather(-2, order).reshape(-1, 1, size * block)
+    if pooling == "avg":
+        line = functional.avg_pool1d(line, kernel, stride=1, padding=kernel // 2)
+    else:
+        line = functional.max_pool1d(line, kernel, stride=1, padding=kernel // 2)
+    return scores.new_empty(scores.shape).scatter_(-2, order, line.view(*lead, size, block))
+
+
+def of_blocks(scores: Tensor) -> Tensor:
+    """Weights [..., N] of token scores [..., H, N, b]: summed in a block, averaged over heads."""
+    return scores.sum(-1).mean(-2)
+
+
+def check_pool(policy: str, kernel: int, pooling: str = "avg") -> None:
+    """Raise ValueError unless `pooled` takes them."""
+    if kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"{policy}: pool is {kernel}, must be odd and at least 1")
+    if pooling not in get_args(Pooling):
+        choices = ", ".join(get_args(Pooling))
+        raise ValueError(f"{policy}: pooling is {pooling!r}, choose one of {choices}")

@@ -1,0 +1,55 @@
+"""VaSE: a share of the room for values of large range (arXiv 2606.03928)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from nexus_vllm.policies.base import Observation, Policy, token_attention
+from nexus_vllm.policies.tokens import check_pool, of_blocks, pooled
+
+_RESERVED = 1e30
+"""Added to the weight of a reserved block. No other weight is more than 1, so that it stays with
+any selector; "gumbel" may drop it at temperatures far above 1, where weights hardly count."""
+
+
+@dataclass(frozen=True)
+class VaSE(Policy):
+    """SnapKV's score, and on top of all others the blocks whose values have the largest range.
+
+    Range(v) = max - min over a value's dimensions; of a block, its largest token's, averaged over
+    heads. Of the blocks that are not forced, round(share * how many of them will stay) with the
+    largest range stay in any case; the selector draws the others. The paper samples them by A-Res,
+    which is the selector "gumbel" at temperature 1.
+
+    share: of the room, 0 to 1. pool: tokens over which attention is averaged.
+    Raises ValueError on a value out of range.
+    """
+
+    share: float = 0.25
+    pool: int = 5
+
+    name: ClassVar[str] = "vase"
+    needs_window: ClassVar[bool] = True
+    needs_values: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"vase: share is {self.share}, must be between 0 and 1")
+        check_pool(self.name, self.pool)
+
+    def weights(self, obs: Observation) -> Tensor:
+        return of_blocks(pooled(token_attention(obs), obs.block_ids, self.pool))
+
+    def reserve(self, obs: Observation, weights: Tensor) -> Tensor:
+        if obs.keep is None:
+            raise ValueError("vase: the observation does not say how many blocks will stay")
+        values = obs.all_values()
+        spread = values.amax(-1).float() - values.amin(-1).float()  # [..., N, Hkv, b]
+        spread = spread.amax(-1).mean(-1).masked_fill(~obs.candidates, -1)
+        forced = ~obs.candidates if obs.valid is None else ~obs.candidates & obs.valid
+        reserved = ((obs.keep - forced.sum(-1)).clamp(min=0) * self.share).round()
+        newest_first = obs.block_ids.argsort(dim=-1, descending=True)
+        rank = spread.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
+        rank = newest_first.gather(-1, rank).argsort(dim=-1)
+        return weights + _RESERVED * (rank < reserved[..., None])
