@@ -196,3 +196,43 @@ def test_the_logits_processor_forces_its_tokens_and_no_more() -> None:
     assert first.tolist() == [-math.inf, -math.inf, -7.0]
     assert force([2], logits.clone()).argmax() == 0
     assert force([2, 0], logits.clone()).tolist() == logits.tolist()
+
+
+def test_vllm_tells_log_probabilities_as_they_were_before_forcing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+
+    from nexus_vllm.tools.forcing import Forcing
+
+    forcing, said = Forcing(None, torch.device("cpu"), False), [2]
+    params = SamplingParams(extra_args={FORCED: [2, 0]})
+    forcing.update_state(BatchUpdate(1, removed=(), added=[(0, params, [1], said)], moved=()))
+    none = torch.empty(0)
+    metadata = SamplingMetadata(
+        temperature=None,
+        all_greedy=True,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=1,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=none,
+        presence_penalties=none,
+        repetition_penalties=none,
+        output_token_ids=[said],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors([forcing]),
+    )
+    told: list[torch.Tensor] = []
+    monkeypatch.setattr(Sampler, "gather_logprobs", lambda self, raw, *_, **__: told.append(raw))
+    logits = torch.tensor([[0.5, 3.0, -7.0]])
+    sampled = Sampler()(logits.clone(), metadata).sampled_token_ids
+    assert sampled.tolist() == [[0]]
+    torch.testing.assert_close(told[0], logits.log_softmax(-1))
