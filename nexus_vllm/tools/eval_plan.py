@@ -7,6 +7,10 @@ A *job* is one question under one policy, allocator, budget and seed, in one of 
   last of those; what such a cut dropped was dropped without knowing it. A server is started for
   each budget, its `chunk` chosen so that there is one such cut, exactly at the haystack's end.
 
+The question's last token, the *lead*, is not in the prompt: it is the first that is generated. That
+one comes out of the step that computes the prompt's end, before the cut there; the answer, which
+comes next, is read from what the cut left.
+
 Budgets are sent in tokens, whole blocks of the haystack's share, so that a percentage means the
 same for every question and `--kv-budget-floor` has no say.
 """
@@ -140,14 +144,17 @@ def body(job: Job, samples: Sequence[Sample], model: str) -> dict[str, Any]:
             "kv_seed": str(job.seed),
             "kv_prefill": "streaming" if job.setting == "later" else "oneshot",
         }
-    tokens = len(question.answer_tokens)
+    *asked, lead = question.tokens
+    forced = [lead, *question.answer_tokens]
+    tokens = len(forced)
     if question.items:
         tokens = tokens * 3 // 2 + 8  # the reply may say more than the bare list
+        asked.append(lead)
     else:
-        xargs[FORCED] = list(question.answer_tokens)
+        xargs[FORCED] = forced
     return {
         "model": model,
-        "prompt": [*sample.tokens, *question.tokens],
+        "prompt": [*sample.tokens, *asked],
         "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
@@ -162,7 +169,7 @@ def blind_share(job: Job, sample: Sample, settings: Settings) -> float:
     if job.blocks is None or job.setting != "later":
         return 0.0
     plan = EvictionPlan(
-        prompt_tokens=len(sample.tokens) + len(sample.questions[job.question].tokens),
+        prompt_tokens=len(sample.tokens) + len(sample.questions[job.question].tokens) - 1,
         budget=job.blocks,
         interval=settings.interval_blocks(job.blocks),
         chunk=settings.chunk // BLOCK,
@@ -189,7 +196,8 @@ class Judged:
     right, tokens: answer tokens that were the likeliest, of how many. 0 of 0 with items.
     logprob: of the answer's tokens, summed; None with items.
     whole: `logprob` is of all tokens. Else the server did not obey `force_tokens`: it is of those
-        up to the first wrong one, the last one's at most that of the TOP-th likeliest.
+        up to the first wrong one, the last one's at most that of the TOP-th likeliest; None where
+        not even the lead was said.
     """
 
     score: float
@@ -208,20 +216,21 @@ def judge(question: Question, choice: Mapping[str, Any]) -> Judged:
     """
     if question.items:
         return Judged(sum(item in choice["text"] for item in question.items) / len(question.items))
-    told = choice["logprobs"]
+    told, count = choice["logprobs"], len(question.answer_tokens)
+    if len(told["tokens"]) < 1 + count:
+        raise ValueError(f"a reply of {len(told['tokens'])} tokens, not {1 + count}")
+    lead, *said = told["tokens"]
+    if lead != f"{TOKEN}{question.tokens[-1]}":
+        return Judged(0.0, 0, count, None, whole=False)
     right, total = 0, 0.0
-    if len(told["tokens"]) < len(question.answer_tokens):
-        raise ValueError(f"{len(told['tokens'])} tokens of {len(question.answer_tokens)}")
-    steps = zip(question.answer_tokens, told["tokens"], told["top_logprobs"], strict=False)
-    for index, (wanted, said, top) in enumerate(steps):
-        name, best = f"{TOKEN}{wanted}", max(top.values())
-        if said == name:
-            total += told["token_logprobs"][index]
-            right += top.get(name, -float("inf")) >= best
-            continue
-        total += top.get(name, min(top.values()))
-        return Judged(0.0, right, len(question.answer_tokens), total, whole=False)
-    count = len(question.answer_tokens)
+    for index, wanted in enumerate(question.answer_tokens):
+        name, top = f"{TOKEN}{wanted}", told["top_logprobs"][1 + index]
+        if said[index] != name:
+            total += top.get(name, min(top.values()))
+            return Judged(0.0, right, count, total, whole=False)
+        own = told["token_logprobs"][1 + index]
+        total += own
+        right += own >= max(top.values())
     return Judged(float(right == count), right, count, total)
 
 

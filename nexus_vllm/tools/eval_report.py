@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,6 @@ class Run:
     prefix: Sequence[Mapping[str, Any]] = ()
     """For each haystack of each start: prompt tokens asked, found cached, and to be expected."""
     planned: int = 0
-    notes: list[str] = field(default_factory=list)
 
     def pick(self, setting: str, method: Method, budget: str) -> list[Line]:
         if method == FULL:
@@ -195,7 +194,7 @@ def render(run: Run, plots: Sequence[Plot] = ()) -> str:
         f"- questions: {len(done)} about {len({sample for sample, _ in done})} haystacks of "
         f"{suite.prompt_tokens} tokens; results: {len(run.lines)} of {run.planned}"
     ]
-    lines += [f"- {note}" for note in (*_notes(run), *run.notes)]
+    lines += [f"- {note}" for note in _notes(run)]
     if run.failures:
         lines += ["", f"**{len(run.failures)} requests failed**", ""]
         lines += [f"- {text}" for text in run.failures[:10]]
@@ -244,7 +243,8 @@ def _notes(run: Run) -> list[str]:
     if partly:
         notes.append(
             f"{partly} answers were not forced: their log-probability ends at the first wrong "
-            "token, so that it is too high, and they have no token accuracy"
+            "token, so that it is too high (or is missing, where the model did not even end the "
+            "question as asked), and they have no token accuracy"
         )
     return notes
 

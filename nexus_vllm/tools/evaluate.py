@@ -8,9 +8,10 @@ What is measured: the log-probability that the model gives to each token of the 
 the right ones before it, while it decodes in the cache that the eviction left. A server of ours is
 made to say the answer for that (nexus_vllm.tools.forcing). `score` is 1 where each token is the
 likeliest, which is where greedy decoding gives the answer. `prompt_logprobs` would not do: they are
-computed in the prefill, before an eviction at its end. Another server (--base-url) decodes
-greedily, unless it was started with that logits processor: then log-probability is of the tokens up
-to the first wrong one, and that one's no lower than the 20th likeliest.
+computed in the prefill, before an eviction at its end, and so is the first token of a reply, which
+therefore is the question's last. Another server (--base-url) decodes greedily, unless it was given
+that logits processor: then log-probability is of the tokens up to the first wrong one, and that
+one's no lower than the 20th likeliest.
 
 Results go to DIR/results.jsonl as they come; the same command goes on where it stopped.
 """

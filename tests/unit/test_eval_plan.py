@@ -102,29 +102,32 @@ def test_the_last_cut_before_the_question_follows_from_the_chunk() -> None:
 
 def test_a_request_says_everything_that_decides_it() -> None:
     asked = body(job(), [sample()], "m")
-    assert asked["prompt"] == [*range(100, 2148), 4, 5, 6]
-    assert (asked["max_tokens"], asked["temperature"], asked["ignore_eos"]) == (2, 0, True)
+    # The last token of the question is said, so that the answer comes after the cut.
+    assert asked["prompt"] == [*range(100, 2148), 4, 5]
+    assert (asked["max_tokens"], asked["temperature"], asked["ignore_eos"]) == (3, 0, True)
     assert asked["vllm_xargs"] == {
         "kv_policy": "nexus",
         "kv_budget": "384",
         "kv_allocator": "uniform",
         "kv_seed": "3",
         "kv_prefill": "oneshot",
-        FORCED: [7, 8],
+        FORCED: [6, 7, 8],
     }
     assert body(job("later"), [sample()], "m")["vllm_xargs"]["kv_prefill"] == "streaming"
-    assert body(WHOLE, [sample()], "m")["vllm_xargs"] == {"kv_policy": "none", FORCED: [7, 8]}
+    assert body(WHOLE, [sample()], "m")["vllm_xargs"] == {"kv_policy": "none", FORCED: [6, 7, 8]}
 
 
 def test_a_list_is_answered_freely() -> None:
     listed = replace(sample(), questions=(question(tuple(range(10)), ("a", "b")),))
     asked = body(job(), [listed], "m")
     assert FORCED not in asked["vllm_xargs"]
-    assert asked["max_tokens"] == 23
+    assert asked["prompt"] == [*range(100, 2148), 4, 5, 6]
+    assert asked["max_tokens"] == 24
 
 
 def choice(*steps: tuple[int, dict[int, float]]) -> dict[str, Any]:
-    """A reply's choice: what was said, and log-probabilities by token."""
+    """A reply's choice after the lead: what was said, and log-probabilities by token."""
+    steps = ((6, {1: -0.1, 6: -5.0}), *steps)
     return {
         "text": "",
         "logprobs": {
@@ -149,6 +152,8 @@ def test_an_answer_that_was_not_forced_ends_at_the_first_wrong_token() -> None:
     assert judge(question(), unlisted) == Judged(0.0, 0, 2, -4.0, whole=False)
     right = choice((7, {7: -0.1}), (8, {8: -0.5}))
     assert judge(question(), right).whole
+    right["logprobs"]["tokens"][0] = "token_id:1"  # not the lead: nothing can be told
+    assert judge(question(), right) == Judged(0.0, 0, 2, None, whole=False)
 
 
 def test_a_list_is_scored_by_the_items_in_the_reply() -> None:
@@ -157,7 +162,7 @@ def test_a_list_is_scored_by_the_items_in_the_reply() -> None:
 
 
 def test_a_reply_that_is_too_short_is_no_reply() -> None:
-    with pytest.raises(ValueError, match="1 tokens of 2"):
+    with pytest.raises(ValueError, match="a reply of 2 tokens, not 3"):
         judge(question(), choice((7, {7: -0.1})))
 
 

@@ -82,7 +82,7 @@ class Answering(Server):
         right = xargs["kv_policy"] in ("none", "nexus")
         ids = xargs.get(FORCED, [3] * body["max_tokens"])
         steps = [{f"token_id:{i}": -0.1 if right else -4.0, "token_id:0": -2.0} for i in ids]
-        said = [i if right or self.forced else 0 for i in ids]
+        said = [i if right or self.forced or not n else 0 for n, i in enumerate(ids)]
         told = [step[f"token_id:{i}"] for i, step in zip(said, steps, strict=True)]
         names = [f"token_id:{i}" for i in said]
         logprobs = {"tokens": names, "token_logprobs": told, "top_logprobs": steps}
