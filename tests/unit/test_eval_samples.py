@@ -137,6 +137,16 @@ def test_a_quote_goes_on_as_the_text_does(tmp_path: Path) -> None:
             assert cue + question.answer in text
 
 
+def test_a_passage_that_comes_twice_is_not_quoted(tmp_path: Path) -> None:
+    chorus = " ".join(f"chorus{i}" for i in range(25))
+    verses = [" ".join(f"verse{i}-{k}" for k in range(25)) for i in range(40)]
+    lines = [f"{line}." for verse in verses for line in (chorus, verse, chorus)]
+    (tmp_path / "song.txt").write_text(" ".join(lines))
+    groups = [{"haystacks": [{"file": "song.txt"}], "tasks": [{"task": "quote", "questions": 3}]}]
+    (sample,) = made(load(suite_file(tmp_path, groups=groups)))
+    assert all("verse" in question.text for question in sample.questions)
+
+
 def test_a_copy_asks_for_the_rest_of_its_own_phrase(tmp_path: Path) -> None:
     words = Words()
     groups = group("noise", {"task": "copy", "questions": 3, "words": 6, "cue": 2})
