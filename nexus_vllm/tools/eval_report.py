@@ -14,6 +14,7 @@ from nexus_vllm.tools.eval_plan import FULL, Method
 from nexus_vllm.tools.eval_suite import Suite
 
 RESAMPLES = 2000
+FEWEST = 8  # questions: with fewer a bootstrap interval is too narrow to be believed
 MEASURES = {
     "score": "score (exact match, or share of the items)",
     "accuracy": "token accuracy",
@@ -40,11 +41,12 @@ class Interval:
         return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
     def signed(self) -> str:
-        """For a difference; in bold where the interval leaves 0 out."""
+        """For a difference; in bold where the interval leaves 0 out, from FEWEST questions on."""
         if not self.n:
             return "-"
         text = f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
-        return f"**{text}**" if self.low > 0 or self.high < 0 else text
+        sure = self.n >= FEWEST and (self.low > 0 or self.high < 0)
+        return f"**{text}**" if sure else text
 
 
 def bootstrap(values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> Interval:
@@ -107,7 +109,6 @@ class Run:
     failures: Sequence[str] = ()
     prefix: Sequence[Mapping[str, Any]] = ()
     """For each haystack of each start: prompt tokens asked, found cached, and to be expected."""
-    planned: int = 0
 
     def pick(self, setting: str, method: Method, budget: str) -> list[Line]:
         if method == FULL:
@@ -192,7 +193,7 @@ def render(run: Run, plots: Sequence[Plot] = ()) -> str:
     done = {(line["sample"], line["question"]) for line in run.lines}
     lines += [
         f"- questions: {len(done)} about {len({sample for sample, _ in done})} haystacks of "
-        f"{suite.prompt_tokens} tokens; results: {len(run.lines)} of {run.planned}"
+        f"{suite.prompt_tokens} tokens"
     ]
     lines += [f"- {note}" for note in _notes(run)]
     if run.failures:
@@ -202,7 +203,8 @@ def render(run: Run, plots: Sequence[Plot] = ()) -> str:
         "",
         "Cells: mean over questions, seeds averaged first, and a 95 % interval: percentiles of "
         f"{RESAMPLES} bootstrap means, questions resampled, seeded. Differences are paired by "
-        "question; bold where the interval leaves 0 out. How: docs/evaluation.md.",
+        f"question; bold where the interval leaves 0 out and there are {FEWEST} questions or more. "
+        "How: docs/evaluation.md.",
     ]
     for plot in plots:
         lines += ["", f"![{plot.caption}]({plot.file})"]

@@ -132,6 +132,7 @@ def _run(args: argparse.Namespace) -> int:
     done = sum(key_of(line) in planned for line in results.lines)
     told = machine(host.cpu) | {"model": host.name, "command": _typed(args)}
     told["versions"] = identity["versions"]
+    begun, before = time.monotonic(), len(results.lines)
     told["seeds"] = ", ".join(map(str, args.seeds)) + f"; of the suite: {suite.seed}"
     evaluation = Evaluation(made, results, args.concurrency, len(planned), done)
     try:
@@ -146,6 +147,8 @@ def _run(args: argparse.Namespace) -> int:
         evaluation.bar.close()
         lines = [line for line in results.lines if key_of(line) in planned]
         if lines:
+            took = f"{time.monotonic() - begun:.0f} s for {len(results.lines) - before} of them"
+            told["results"] = f"{len(lines)} of {len(planned)}; this run took {took}"
             text = _report(args, suite, evaluation, lines, told)
             print(text)
     return 1 if evaluation.failures else 0
@@ -168,7 +171,6 @@ def _report(
         told=told,
         failures=evaluation.failures,
         prefix=evaluation.prefix,
-        planned=evaluation.planned,
     )
     (args.out / "eval.json").write_text(as_json(report))
     (args.out / "eval.md").write_text(render(report, eval_plots.draw(report, args.out)))
@@ -298,13 +300,12 @@ class Evaluation:
         made: Sequence[Sample],
         results: Results,
         concurrency: int,
-        planned: int,
+        planned: int = 0,
         done: int = 0,
     ) -> None:
         from tqdm import tqdm  # type: ignore[import-untyped]  # vLLM brings it
 
         self.samples, self.results, self.concurrency = made, results, concurrency
-        self.planned = planned
         self.failures: list[str] = []
         self.prefix: list[dict[str, Any]] = []
         self.bar = tqdm(total=planned, initial=done, desc="eval", unit="request", mininterval=2)

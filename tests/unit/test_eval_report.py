@@ -11,6 +11,7 @@ import pytest
 from nexus_vllm.tools import bench_plots, eval_plots
 from nexus_vllm.tools.eval_plan import FULL, Method
 from nexus_vllm.tools.eval_report import (
+    FEWEST,
     Interval,
     Run,
     as_json,
@@ -111,7 +112,14 @@ def test_a_difference_is_paired_by_question() -> None:
     found = difference(ours, theirs)
     # Unpaired, such a spread would hide it.
     assert (found.mean, found.low, found.high) == pytest.approx((0.05, 0.05, 0.05))
-    assert found.signed() == "**+0.05 [+0.05, +0.05]**"
+    assert found.signed() == "+0.05 [+0.05, +0.05]"
+
+
+def test_a_difference_is_bold_where_it_is_sure() -> None:
+    assert Interval(0.1, 0.01, 0.2, FEWEST).signed() == "**+0.10 [+0.01, +0.20]**"
+    assert Interval(-0.1, -0.2, -0.01, FEWEST).signed() == "**-0.10 [-0.20, -0.01]**"
+    assert Interval(0.1, 0.0, 0.2, FEWEST).signed() == "+0.10 [+0.00, +0.20]"
+    assert Interval(0.1, 0.01, 0.2, FEWEST - 1).signed() == "+0.10 [+0.01, +0.20]"
 
 
 def test_a_difference_is_of_the_questions_that_both_have() -> None:
@@ -126,7 +134,6 @@ def run(lines: list[dict[str, Any]], **more: Any) -> Run:
         "budgets": ("20%", "10%"),
         "baseline": NEXUS,
         "told": {"machine": "a computer", "command": "nexus-vllm eval MODEL"},
-        "planned": 20,
     }
     return Run(**given | more)
 
@@ -151,13 +158,13 @@ def test_rows_are_methods_and_columns_budgets() -> None:
     ]
 
 
-def test_differences_are_at_the_same_budget_and_bold_where_they_are_sure() -> None:
+def test_differences_are_at_the_same_budget() -> None:
     assert paired(run(LINES), "in-window", "score", NEXUS).rows == [
-        ["random, uniform", "**-0.75 [-1.00, -0.25]**", "-"]
+        ["random, uniform", "-0.75 [-1.00, -0.25]", "-"]
     ]
     assert paired(run(LINES), "in-window", "score", FULL).rows == [
         ["nexus, uniform", "-0.25 [-0.75, +0.00]", "-"],
-        ["random, uniform", "**-1.00 [-1.00, -1.00]**", "+0.00 [+0.00, +0.00]"],
+        ["random, uniform", "-1.00 [-1.00, -1.00]", "+0.00 [+0.00, +0.00]"],
     ]
 
 
@@ -174,7 +181,7 @@ def test_the_report_has_a_chapter_per_setting_and_says_where_it_comes_from() -> 
     assert "## Question later" in text
     assert "- machine: a computer" in text
     assert "- command: nexus-vllm eval MODEL" in text
-    assert "- questions: 4 about 2 haystacks of 2048 tokens; results: 17 of 20" in text
+    assert "- questions: 4 about 2 haystacks of 2048 tokens" in text
     assert "### Score, minus nexus, uniform" in text
     assert "### Log-probability per answer token, minus full cache" in text
     assert "in 0 of 4 results the answer lay behind it" in text
