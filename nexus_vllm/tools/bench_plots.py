@@ -247,14 +247,19 @@ def colours(names: Iterable[Any]) -> dict[Any, str]:
     return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
 
 
-def write(panels: Sequence[Panel], columns: int, caption: str, path: Path) -> None:
+def write(
+    panels: Sequence[Panel], columns: int, caption: str, path: Path, legend_columns: int = 5
+) -> None:
+    """An SVG file of the panels, row by row, under a legend of all their lines."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
     rows = math.ceil(len(panels) / columns)
     stacked = columns == 1
+    labels = {line.label for panel in panels for line in panel.lines if line.label}
+    height = 0.3 + 0.2 * math.ceil(len(labels) / legend_columns) + 2.5 * rows
     with style.context(["default", STYLE]):
-        figure = Figure(figsize=(max(6.5, 3 * columns), 0.5 + 2.5 * rows), layout="constrained")
+        figure = Figure(figsize=(max(6.5, 3 * columns), height), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, sharex=stacked, sharey=not stacked)
         for axes in grid.flat[len(panels) :]:
             axes.remove()
@@ -273,7 +278,10 @@ def write(panels: Sequence[Panel], columns: int, caption: str, path: Path) -> No
             if index % columns == 0:
                 axes.set_ylabel(panel.y)
         figure.legend(
-            legend.values(), legend.keys(), loc="outside upper center", ncols=min(5, len(legend))
+            legend.values(),
+            legend.keys(),
+            loc="outside upper center",
+            ncols=min(legend_columns, len(legend)),
         )
         metadata = {"Title": caption, "Date": None, "Creator": None}
         figure.savefig(path, format="svg", metadata=metadata)

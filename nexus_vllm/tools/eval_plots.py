@@ -20,7 +20,7 @@ def draw(run: Run, folder: Path) -> list[Plot]:
         panels = [panel for panel in panels if not panel.empty()]
         if panels and installed():
             plot = Plot(f"eval-{measure}.svg", f"{MEASURES[measure]} against budget".capitalize())
-            write(panels, len(panels), plot.caption, folder / plot.file)
+            write(panels, len(panels), plot.caption, folder / plot.file, legend_columns=3)
             made.append(plot)
     return made
 
