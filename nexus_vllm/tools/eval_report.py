@@ -107,8 +107,9 @@ class Run:
     told: Mapping[str, str]
     """Machine, versions, model, commands, seeds."""
     failures: Sequence[str] = ()
-    prefix: Sequence[Mapping[str, Any]] = ()
-    """For each haystack of each start: prompt tokens asked, found cached, and to be expected."""
+    passes: Sequence[Mapping[str, Any]] = ()
+    """For each haystack of each start: its server, requests and seconds, and prompt tokens: asked,
+    found cached, and to be expected there."""
 
     def pick(self, setting: str, method: Method, budget: str) -> list[Line]:
         if method == FULL:
@@ -224,13 +225,16 @@ def render(run: Run, plots: Sequence[Plot] = ()) -> str:
 
 def _notes(run: Run) -> list[str]:
     notes = []
-    if run.prefix:
-        asked, found, due = (sum(p[key] for p in run.prefix) for key in ("asked", "found", "due"))
+    if run.passes:
+        notes += [f"server: {name}" for name in dict.fromkeys(p["server"] for p in run.passes)]
+        requests, seconds = (sum(p[key] for p in run.passes) for key in ("requests", "seconds"))
+        notes.append(f"{requests} requests in {seconds:.0f} s, starts of servers not counted")
+        asked, found, due = (sum(p[key] for p in run.passes) for key in ("asked", "found", "due"))
         notes.append(
             f"prefix cache: {found:.0f} of {asked:.0f} prompt tokens found in it, at least "
             f"{due:.0f} were to be"
         )
-        short = [p["name"] for p in run.prefix if p["found"] < p["due"]]
+        short = [p["name"] for p in run.passes if p["found"] < p["due"]]
         if short:
             notes.append(f"**haystacks computed more than once: {', '.join(short)}**")
     later = [line["blind"] for line in run.lines if line["setting"] == "later"]
@@ -272,7 +276,7 @@ def as_json(run: Run) -> str:
         "suite": run.suite.model_dump(mode="json"),
         "told": dict(run.told),
         "failures": list(run.failures),
-        "prefix": list(run.prefix),
+        "passes": list(run.passes),
         "cells": cells,
     }
     return json.dumps(finite(whole), indent=1) + "\n"

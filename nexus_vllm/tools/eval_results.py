@@ -1,4 +1,5 @@
-"""What a folder of `nexus-vllm eval` holds: results.jsonl, one line per job, and what they are of.
+"""What a folder of `nexus-vllm eval` holds: results.jsonl, one line per job, and what they are of;
+passes.jsonl, one line for each haystack of each start of a server.
 
 A run goes on where it stopped. It is refused where the lines that are there are not comparable.
 """
@@ -37,6 +38,10 @@ class Results:
                     "or remove the file"
                 )
         mark.write_text(json.dumps(dict(identity), indent=1) + "\n")
+        self.passes_path = folder / "passes.jsonl"
+        if not self.lines:
+            self.passes_path.unlink(missing_ok=True)
+        self.passes = _whole_lines(self.passes_path)
         self._known = set(map(key_of, self.lines))
 
     def has(self, job: Job) -> bool:
@@ -45,15 +50,24 @@ class Results:
     def add(self, job: Job, told: Mapping[str, Any]) -> None:
         """Append one line, so that a run that is stopped loses none."""
         line = {**dict(zip(FIELDS, job.key, strict=True)), **told}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        _append(self.path, line)
         self.lines.append(line)
         self._known.add(job.key)
+
+    def passed(self, told: dict[str, Any]) -> None:
+        """Append what became of one haystack on one server."""
+        _append(self.passes_path, told)
+        self.passes.append(told)
 
 
 def key_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
     """As `Job.key`."""
     return tuple(line[field] for field in FIELDS)
+
+
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:

@@ -214,7 +214,7 @@ def _asked(suite: Suite, group: Group, common: Sequence[str], draw: random.Rando
             case PasskeyTask():
                 key = _digits(task.digits, draw)
                 sentence = f"The pass key is {key}. Remember it. {key} is the pass key."
-                text = "\n\nQuestion: What is the pass key?\nAnswer: The pass key is"
+                text = " What is the pass key? The pass key is"
                 made.append(_Asked(task.name, [sentence], text, f" {key}"))
             case CopyTask():
                 for number in range(task.questions):

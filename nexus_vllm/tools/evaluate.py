@@ -132,23 +132,22 @@ def _run(args: argparse.Namespace) -> int:
     done = sum(key_of(line) in planned for line in results.lines)
     told = machine(host.cpu) | {"model": host.name, "command": _typed(args)}
     told["versions"] = identity["versions"]
-    begun, before = time.monotonic(), len(results.lines)
+    begun = time.monotonic()
     told["seeds"] = ", ".join(map(str, args.seeds)) + f"; of the suite: {suite.seed}"
     evaluation = Evaluation(made, results, args.concurrency, len(planned), done)
     try:
-        for number, stage in enumerate(plan, 1):
+        for stage in plan:
             left = [job for job in stage.jobs if not results.has(job)]
             if not left:
                 continue
             with host.serving(stage, made) as server:
-                told[f"server {number}"] = server.command
                 evaluation.run(server, host.served, host.settings_of(stage), left)
     finally:
         evaluation.bar.close()
         lines = [line for line in results.lines if key_of(line) in planned]
         if lines:
-            took = f"{time.monotonic() - begun:.0f} s for {len(results.lines) - before} of them"
-            told["results"] = f"{len(lines)} of {len(planned)}; this run took {took}"
+            took = f"{time.monotonic() - begun:.0f} s for {len(lines) - done} of them"
+            told["results"] = f"{len(lines)} of {len(planned)}; the last run took {took}"
             text = _report(args, suite, evaluation, lines, told)
             print(text)
     return 1 if evaluation.failures else 0
@@ -170,7 +169,7 @@ def _report(
         baseline=Method(policy, allocator or "uniform"),
         told=told,
         failures=evaluation.failures,
-        prefix=evaluation.prefix,
+        passes=evaluation.results.passes,
     )
     (args.out / "eval.json").write_text(as_json(report))
     (args.out / "eval.md").write_text(render(report, eval_plots.draw(report, args.out)))
@@ -307,7 +306,6 @@ class Evaluation:
 
         self.samples, self.results, self.concurrency = made, results, concurrency
         self.failures: list[str] = []
-        self.prefix: list[dict[str, Any]] = []
         self.bar = tqdm(total=planned, initial=done, desc="eval", unit="request", mininterval=2)
         self.lock = threading.Lock()
 
@@ -318,7 +316,7 @@ class Evaluation:
         """
         for sample, group in groupby(jobs, key=lambda job: job.sample):
             todo = list(group)
-            before = _prefix(server)
+            before, begun = _prefix(server), time.monotonic()
             self.do(server, model, settings, todo[0])
             pool = ThreadPoolExecutor(self.concurrency)
             try:
@@ -330,7 +328,10 @@ class Evaluation:
             # The last block may have to be computed again, for the newest queries.
             due = (len(todo) - 1) * (len(self.samples[sample].tokens) - BLOCK)
             name = self.samples[sample].name
-            self.prefix.append({"name": name, "asked": asked, "found": found, "due": due})
+            seconds = round(time.monotonic() - begun, 1)
+            told = {"name": name, "asked": asked, "found": found, "due": due}
+            counted = {"requests": len(todo), "seconds": seconds}
+            self.results.passed({**told, **counted, "server": server.command})
 
     def do(self, server: Server, model: str, settings: Settings, job: Job) -> None:
         """One job. A request that fails on the server is told of and left out."""

@@ -189,12 +189,15 @@ def test_the_report_has_a_chapter_per_setting_and_says_where_it_comes_from() -> 
 
 
 def test_the_report_says_what_is_wrong_with_it() -> None:
-    prefix = [
-        {"name": "1 noise", "asked": 9000, "found": 6000, "due": 6000},
-        {"name": "2 noise", "asked": 9000, "found": 100, "due": 6000},
+    spent = {"requests": 4, "seconds": 1.5, "server": "vllm serve MODEL"}
+    passes = [
+        {"name": "1 noise", "asked": 9000, "found": 6000, "due": 6000, **spent},
+        {"name": "2 noise", "asked": 9000, "found": 100, "due": 6000, **spent},
     ]
     lines = [*LINES, line(0, 0.0, setting="later", seed=1, whole=False, blind=0.4)]
-    text = render(run(lines, prefix=prefix, failures=["nexus, 20%: HTTP 500: bad"]))
+    text = render(run(lines, passes=passes, failures=["nexus, 20%: HTTP 500: bad"]))
+    assert text.count("- server: vllm serve MODEL\n") == 1
+    assert "8 requests in 3 s" in text
     assert "6100 of 18000 prompt tokens found in it, at least 12000 were to be" in text
     assert "**haystacks computed more than once: 2 noise**" in text
     assert "**1 requests failed**" in text

@@ -169,11 +169,11 @@ def test_a_run_asks_everything_once_and_writes_a_report(
     assert {x["score"] for x in by_policy["random"]} == {0.0}
     assert {x["score"] for x in found if x["task"] == "variables"} == {0.0}
     report = (tmp_path / "out" / "eval.md").read_text()
-    assert f"results: {len(found)} of {len(found)}" in report
+    assert f"results: {len(found)} of {len(found)}; the last run took" in report
     assert "computed more than once" not in report
-    assert "- server 2: vllm serve MODEL" in report
+    assert "- server: vllm serve MODEL" in report
     told = json.loads((tmp_path / "out" / "eval.json").read_text())
-    assert [p["due"] for p in told["prefix"]] == [480 * 9] * 2 + [480 * 7] * 2
+    assert [p["due"] for p in told["passes"]] == [480 * 9] * 2 + [480 * 7] * 2
     assert "| nexus, uniform |" in capsys.readouterr().out
 
 
@@ -207,6 +207,9 @@ def test_a_stopped_run_goes_on_where_it_stopped(command: Any, tmp_path: Path) ->
     again = Answering()
     code, host = command(again)
     assert (code, again.asked, host.chunks) == (0, [], [])
+    report = (tmp_path / "out" / "eval.md").read_text()
+    assert f"{4 + 2 * PER_STAGE - kept} requests in" in report  # a pass cut off is not told of
+    assert "- server: vllm serve MODEL" in report
 
 
 FIELDS = ("sample", "question", "setting", "policy", "allocator", "budget", "seed")
