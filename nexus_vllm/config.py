@@ -59,8 +59,20 @@ class DirectiveError(ValueError):
     @property
     def reason(self) -> str:
         """The label of `nexus:rejected_total`: one of few, whatever a client sends."""
-        known = self.field.lower().replace("-", "_").removeprefix("x_")
+        known = plain_name(self.field)
         return known.removeprefix("kv_") if known in DIRECTIVE_KEYS else "unknown"
+
+
+def plain_name(name: str) -> str:
+    """A name as `vllm_xargs` would have it, also where it is spelt as a header or in capitals."""
+    return name.lower().replace("-", "_").removeprefix("x_")
+
+
+def beam_search_refusal() -> DirectiveError:
+    """Beams get no directives: vLLM resubmits each as requests for one token, without them."""
+    return DirectiveError(
+        "use_beam_search", True, "vLLM's beam search drops KV directives", "Drop it or them."
+    )
 
 
 def shown(value: object) -> str:
@@ -302,9 +314,10 @@ class Settings(BaseModel):
         """Read the four `kv_*` keys of a request's extra arguments. Raises DirectiveError."""
         xargs = xargs or {}
         for key in xargs:
-            if key.startswith("kv_") and key not in DIRECTIVE_KEYS and key not in VLLM_KEYS:
+            name = plain_name(key)
+            if name.startswith("kv_") and key not in DIRECTIVE_KEYS and key not in VLLM_KEYS:
                 raise DirectiveError(
-                    key, xargs[key], "no such directive", nearest(key, DIRECTIVE_KEYS)
+                    key, xargs[key], "no such directive", nearest(name, DIRECTIVE_KEYS)
                 )
         policy, budget = self._policy(xargs), self._budget(xargs)
         allocator = self._allocator(xargs)

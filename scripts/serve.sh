@@ -10,6 +10,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 "$root/scripts/setup.sh"
+unset VLLM_VERSION # meant for setup.sh; vLLM warns of variables that it does not know
 
 export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS:-1} DO_NOT_TRACK=${DO_NOT_TRACK:-1}
 defaults=(--kv-eviction nexus --kv-budget "20%")

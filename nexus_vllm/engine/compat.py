@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from nexus_vllm.config import Settings
 from nexus_vllm.engine.cli import CONFIG_KEY, active_settings
-from nexus_vllm.engine.hooks import SUPPORTED_VLLM, vllm_version
+from nexus_vllm.engine.hooks import SUPPORTED_TOLD, SUPPORTED_VLLM, vllm_version
 from nexus_vllm.plan import StepPlan, StepReport
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
@@ -47,15 +48,15 @@ def settings_of(vllm_config: "VllmConfig") -> Settings:
 def check_version() -> None:
     """Refuse a vLLM this release was not written for."""
     version = vllm_version()
-    if not version.startswith(SUPPORTED_VLLM + "."):
+    if not version.startswith(tuple(f"{supported}." for supported in SUPPORTED_VLLM)):
         raise UnsupportedError(
             f"vLLM {version} is installed",
-            f"this release is made for vLLM {SUPPORTED_VLLM}.x",
-            f"install vLLM {SUPPORTED_VLLM}.x or another nexus-vllm",
+            f"this release is made for vLLM {SUPPORTED_TOLD}",
+            f"install vLLM {SUPPORTED_TOLD}, or another nexus-vllm",
         )
 
 
-def prepare_engine_args(engine_args: Any, settings: Settings) -> None:
+def prepare_engine_args(engine_args: "EngineArgs", settings: Settings) -> None:
     """Name our worker before vLLM's config picks the platform's own. Raises UnsupportedError."""
     check_version()
     if engine_args.worker_cls not in ("auto", WORKER):
@@ -96,8 +97,8 @@ def drifted() -> list[tuple[str, str, str]]:
     return [
         (
             f"vLLM {vllm_version()} has changed {symbol}: {how}",
-            f"this release overrides or calls it as it is in vLLM {SUPPORTED_VLLM}",
-            f"install vLLM {SUPPORTED_VLLM}.x, or a nexus-vllm release made for this one",
+            f"this release overrides or calls it as it is in vLLM {SUPPORTED_TOLD}",
+            f"install vLLM {SUPPORTED_TOLD}, or a nexus-vllm release made for this one",
         )
         for symbol, how in drift.installed()
     ]
@@ -108,6 +109,8 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel, settings = vllm_config.parallel_config, settings_of(vllm_config)
     without = "serve this model without --kv-eviction"
+    # Read by default: not every model's own config has these. What is missed so is refused by the
+    # worker, which looks at the layers themselves.
     layers = set(getattr(model.hf_text_config, "layer_types", None) or ())
     window = model.get_sliding_window()
     sliding = window is not None and (
@@ -115,7 +118,7 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
     )
     scheduler = vllm_config.scheduler_config
     decode_ranks = parallel.decode_context_parallel_size
-    prefill_ranks = getattr(parallel, "prefill_context_parallel_size", 1)
+    prefill_ranks = parallel.prefill_context_parallel_size
     microbatches = (
         "--enable-dbo" if parallel.enable_dbo else f"--ubatch-size {parallel.ubatch_size}"
     )
@@ -200,6 +203,7 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
             "drop --prefix-match-unit",
         ),
         (
+            # As above: of vLLM's quantisation configs, some have it.
             getattr(vllm_config.quant_config, "kv_cache_scheme", None) is not None
             and cache.cache_dtype == "auto",
             "the checkpoint quantises the KV cache (kv_cache_scheme in its config.json)",
@@ -266,14 +270,14 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
     return [(found, needed, remedy) for refused, found, needed, remedy in checks if refused]
 
 
-def in_model_dtype(cache_dtype: str, model_config: Any) -> bool:
+def in_model_dtype(cache_dtype: str, model_config: "ModelConfig") -> bool:
     """Whether a KV cache of vLLM's `cache_dtype` holds keys as the model computes them."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
     return bool(kv_cache_dtype_str_to_dtype(cache_dtype, model_config) == model_config.dtype)
 
 
-def keys_needed(model_config: Any) -> str:
+def keys_needed(model_config: "ModelConfig") -> str:
     """What a KV cache of another dtype is told."""
     dtype = str(model_config.dtype).removeprefix("torch.")
     return f"scoring reads keys in the model's own dtype, {dtype}"

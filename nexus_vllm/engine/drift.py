@@ -1,11 +1,15 @@
-"""What of vLLM has changed under this plugin's overrides.
+"""What of vLLM has changed under this plugin.
 
 A method that vLLM renames would never be called again, a parameter it adds would end a request in
-an exception: both must be known before an engine starts.
+an exception, an attribute it renames would be missed at the first eviction, or be written in vain:
+all must be known before an engine starts.
 """
 
+import dis
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType
 from typing import Any, NamedTuple
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -19,25 +23,27 @@ class Drift(NamedTuple):
 
 
 def drift(
-    overrides: Iterable[tuple[type, type]], calls: Mapping[type, Iterable[str]]
+    overrides: Iterable[tuple[type, type]], uses: Mapping[type, Iterable[str]]
 ) -> list[Drift]:
     """Every symbol of vLLM that differs from what we rely on. Pure.
 
     Args:
         overrides: (our class, vLLM's class under it). Checked are the methods that exist in both,
             and those of ours that call `super()` by their own name.
-        calls: what we call or read, by vLLM's class: `name(parameter, ...)` with the leading
-            parameters after self, or a field's bare name.
+        uses: what we call, read or write, by vLLM's class: see `reliance.uses`. An attribute is
+            there if the class has or declares it, or if any of its methods assigns it to self.
     """
     found = []
     for ours, theirs in overrides:
         for name in _overriding(ours, theirs):
             found += _compared(theirs, name, _parameters(getattr(ours, name)))
-    for theirs, used in calls.items():
-        for call in used:
-            name, _, parameters = call.rstrip(")").partition("(")
-            needed = ["self", *parameters.split(", "), ...] if parameters else [...]
-            found += _compared(theirs, name, needed)
+    for theirs, used in uses.items():
+        for use in used:
+            name, call, parameters = use.rstrip(")").partition("(")
+            if call:
+                found += _called(theirs, name, parameters.split(", ") if parameters else [])
+            else:
+                found += _read(theirs, name)
     return list(dict.fromkeys(found))
 
 
@@ -57,19 +63,76 @@ def _calls_super(function: Callable[..., Any], name: str) -> bool:
 
 
 def _compared(theirs: type, name: str, needed: list[Any]) -> list[Drift]:
-    symbol = f"{theirs.__module__}.{theirs.__qualname__}.{name}"
-    if name in getattr(theirs, "__dataclass_fields__", ()):
-        return []
+    """Drift of a method from what it must take; a trailing ... is any further parameters."""
     method = getattr(theirs, name, None)
     if method is None:
-        return [Drift(symbol, "it is gone")]
-    if needed == [...]:
-        return []
+        return [Drift(_symbol(theirs, name), "it is gone")]
     has = _parameters(method)
     leading = has[: len(needed) - 1] if needed[-1:] == [...] else has
     if leading == [parameter for parameter in needed if parameter is not ...]:
         return []
-    return [Drift(symbol, f"it takes ({_told(has)}), not ({_told(needed)})")]
+    return [Drift(_symbol(theirs, name), f"it takes ({_told(has)}), not ({_told(needed)})")]
+
+
+def _called(theirs: type, name: str, parameters: list[str]) -> list[Drift]:
+    method = getattr(theirs, name, None)
+    if callable(method):
+        bound = inspect.getattr_static(theirs, name)
+        first = [] if isinstance(bound, classmethod | staticmethod) else ["self"]
+        return _compared(theirs, name, [*first, *parameters, ...])
+    there = method is not None or _has(theirs, name)
+    return [Drift(_symbol(theirs, name), "it is no method any more" if there else "it is gone")]
+
+
+def _read(theirs: type, name: str) -> list[Drift]:
+    if _has(theirs, name):
+        return []
+    method = callable(getattr(theirs, name, None))
+    return [Drift(_symbol(theirs, name), "it is a method now" if method else "it is gone")]
+
+
+def _has(theirs: type, name: str) -> bool:
+    """Whether instances have an attribute that is no method."""
+    if name == "__dict__":
+        return theirs.__dictoffset__ != 0
+    for fields in ("__dataclass_fields__", "__pydantic_fields__"):
+        if name in getattr(theirs, fields, ()):
+            return True
+    # A class also has its slots, properties and, in msgspec, its fields.
+    of_class = hasattr(theirs, name) and not callable(getattr(theirs, name))
+    return of_class or _assigned(theirs, name)
+
+
+def _assigned(theirs: type, name: str) -> bool:
+    """Whether any method of the class or of its bases assigns to `self.name`."""
+    for base in theirs.__mro__:
+        for member in vars(base).values():
+            function = inspect.unwrap(getattr(member, "__func__", member))
+            code = getattr(function, "__code__", None)
+            if code is not None and name in code.co_names and name in _stored(code):
+                return True
+    return False
+
+
+@functools.cache
+def _stored(code: CodeType) -> frozenset[str]:
+    """Attributes of its first parameter that a function assigns to.
+
+    Read from bytecode: to parse one of vLLM's larger modules takes a tenth of a second.
+    """
+    stored, before = set(), None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_ATTR":
+            # From Python 3.13 on one instruction may load two names.
+            loaded = before if isinstance(before, tuple) else (before,)
+            if code.co_varnames and loaded[-1] == code.co_varnames[0]:
+                stored.add(instruction.argval)
+        before = instruction.argval
+    return frozenset(stored)
+
+
+def _symbol(theirs: type, name: str) -> str:
+    return f"{theirs.__module__}.{theirs.__qualname__}.{name}"
 
 
 def _parameters(function: Callable[..., Any]) -> list[Any]:
@@ -92,105 +155,9 @@ def _told(parameters: list[Any]) -> str:
 
 def installed() -> list[Drift]:
     """`drift` of the installed vLLM."""
+    from nexus_vllm.engine import reliance
+
     try:
-        return drift(_overrides(), _calls())
+        return drift(reliance.overrides(), reliance.uses())
     except (ImportError, AttributeError) as error:  # a module or class we import has moved
         return [Drift(getattr(error, "name", None) or "vllm", str(error))]
-
-
-def _overrides() -> list[tuple[type, type]]:
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-    from vllm.v1.metrics.loggers import AggregateStatLoggerBase
-
-    from nexus_vllm.engine import attention, manager, scheduler, stats, worker
-
-    pairs: list[tuple[Any, Any]] = [
-        (scheduler.EvictionSchedulerMixin, Scheduler),
-        (scheduler.EvictionSchedulerMixin, AsyncScheduler),
-        (manager.EvictionManager, FullAttentionManager),
-        (worker.EvictionWorker, worker.EvictionWorker.__base__),
-        (stats.EvictionStatLogger, AggregateStatLoggerBase),
-    ]
-    for name in attention.BACKENDS:
-        stock: Any = attention._stock(name)
-        pairs += [
-            (attention.EvictionBuilderMixin, stock.get_builder_cls()),
-            (attention.EvictionImplMixin, stock.get_impl_cls()),
-            (attention.evicting(stock), stock),
-        ]
-    return pairs
-
-
-def _calls() -> dict[type, tuple[str, ...]]:
-    from vllm import CompletionOutput, SamplingParams
-    from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-    from vllm.distributed.parallel_state import GroupCoordinator
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-    from vllm.v1.request import Request
-    from vllm.v1.worker.block_table import MultiGroupBlockTable
-    from vllm.v1.worker.gpu.block_table import BlockTables
-
-    return {
-        BlockPool: (
-            "is_block_writable(block)",
-            "get_num_free_blocks",
-            "get_new_blocks(num_blocks)",
-            "evict_blocks(block_ids)",
-            "free_blocks(ordered_blocks)",
-        ),
-        Scheduler: ("finish_requests(request_ids, finished_status)",),
-        EngineCoreOutput: (
-            "new_token_ids",
-            "finish_reason",
-            "stop_reason",
-            "events",
-            "trace_headers",
-        ),
-        CompletionOutput: ("finish_reason", "stop_reason"),
-        EngineCoreOutputs: ("outputs",),
-        Request: ("get_finished_reason", "take_events"),
-        SamplingParams: ("prompt_logprobs", "prompt_logprob_token_ids"),
-        KVCacheManager: ("truncate_computed_blocks(blocks, num_computed_tokens)",),
-        GroupCoordinator: (
-            "is_first_rank",
-            "is_last_rank",
-            "isend_object(obj, dst)",
-            "recv_object(src)",
-        ),
-        MultiGroupBlockTable: ("add_row(block_ids, row_idx)",),
-        BlockTables: (
-            "append_block_ids(req_index, new_block_ids, overwrite)",
-            "apply_staged_writes",
-        ),
-        ModelConfig: (
-            "get_total_num_hidden_layers",
-            "get_total_num_kv_heads",
-            "get_head_size",
-            "is_diffusion",
-            "is_mm_prefix_lm",
-            "is_multimodal_model",
-        ),
-        CacheConfig: ("kv_offloading_size", "kv_sharing_fast_prefill", "prefix_match_unit"),
-        ParallelConfig: ("use_ubatching", "ubatch_size", "local_engines_only"),
-        SchedulerConfig: ("scheduler_cls", "disable_chunked_mm_input"),
-        CommonAttentionMetadata: (
-            "replace",
-            "num_reqs",
-            "num_actual_tokens",
-            "max_query_len",
-            "causal",
-            "query_start_loc",
-            "req_idx",
-            "block_table_tensor",
-            "seq_lens",
-            "seq_lens_cpu_upper_bound",
-            "max_seq_len",
-            "query_start_loc_cpu",
-        ),
-    }

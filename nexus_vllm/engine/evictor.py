@@ -5,7 +5,7 @@ pages of the live window -> keys --policy--> weights --selector--> kept blocks -
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction
 from nexus_vllm.policies import Observation, Policy
 from nexus_vllm.selectors import select
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
 
 OnError = Callable[[Exception], None]
 """Takes what a policy or an allocator has raised."""
@@ -41,7 +44,7 @@ class Layer:
     window: LayerWindow
 
     @classmethod
-    def of(cls, index: int, module: Any, window: LayerWindow) -> "Layer":
+    def of(cls, index: int, module: "Attention", window: LayerWindow) -> "Layer":
         """Probe an initialised attention layer. Raises RuntimeError for a cache of unknown form."""
         cache: Tensor = module.kv_cache
         heads, size = module.num_kv_heads, module.head_size
@@ -142,7 +145,7 @@ class Evictor:
                     query_positions=positions,
                     keys=keys,
                     block_ids=blocks[rows],
-                    scale=self.layers[rows][0].scale,
+                    scale=self.layers[rows.start].scale,
                     candidates=~forced[rows],
                     seed=eviction.seed,
                     event=eviction.event,

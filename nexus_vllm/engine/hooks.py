@@ -6,7 +6,8 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-SUPPORTED_VLLM = "0.32"
+SUPPORTED_VLLM = ("0.31", "0.32")
+SUPPORTED_TOLD = " or ".join(f"{version}.x" for version in SUPPORTED_VLLM)  # for messages
 
 
 class HookError(RuntimeError):
@@ -59,6 +60,6 @@ def is_wrapped(owner: Any, name: str) -> bool:
 def _changed(symbol: str, how: str) -> HookError:
     return HookError(
         f"KV eviction cannot hook into vLLM {vllm_version()}: {symbol} has changed, {how}. "
-        f"Install vLLM {SUPPORTED_VLLM}.x or a nexus-vllm release made for this one; "
+        f"Install vLLM {SUPPORTED_TOLD}, or a nexus-vllm release made for this one; "
         "without --kv-eviction vLLM runs as if nexus-vllm were not installed."
     )

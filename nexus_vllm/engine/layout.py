@@ -6,10 +6,13 @@ Asking the backend's own cache-update function is right for every order, and pro
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
 
 _DIGIT = 64
 """Probe values are 1.._DIGIT: exact in every float format, and not the 0 of an unwritten place."""
@@ -72,7 +75,7 @@ class KeyLayout:
         return units.as_strided(shape, (*units.stride()[:3], *self.steps), start)
 
 
-def probe(layer: Any, cache: Tensor) -> KeyLayout:
+def probe(layer: "Attention", cache: Tensor) -> KeyLayout:
     """Find out how a layer's backend stores keys.
 
     `layer` is vLLM's attention layer, `cache` its KV cache [pages, KV heads, block, 2 * D], of
@@ -96,7 +99,7 @@ def probe(layer: Any, cache: Tensor) -> KeyLayout:
         written &= seen > 0
         place += (seen - 1) * scale
         digits, scale = digits + 1, scale * _DIGIT
-    orders = []
+    orders: list[Tensor] = []
     for head in range(heads):
         where = written[head].nonzero().flatten()
         found = place[head, where]

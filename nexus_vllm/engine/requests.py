@@ -8,11 +8,29 @@ slips past the middleware all meet in `InputProcessor.process_inputs`.
 
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils import length_from_prompt_token_ids_or_embeds
 
 from nexus_vllm.admission import carried_pages, plans
-from nexus_vllm.config import DirectiveError, Settings
+from nexus_vllm.config import (
+    DIRECTIVE_KEYS,
+    DirectiveError,
+    Settings,
+    beam_search_refusal,
+    plain_name,
+)
 from nexus_vllm.engine.hooks import wrap
+
+if TYPE_CHECKING:
+    from vllm import PoolingParams, RequestOutput, SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
 
 
 def install() -> None:
@@ -24,6 +42,8 @@ def install() -> None:
 
     Symptom without: of a policy that raised, a client hears "Internal server error". Cause: vLLM's
     server has no other words for the finish reason "error". Remove when it tells a reason.
+
+    `generate` checks, too, for the sake of streamed replies (see `install_server`).
     """
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
@@ -32,12 +52,69 @@ def install() -> None:
     wrap(AsyncLLM, "generate", ("self", "prompt", "sampling_params", "request_id"), _telling)
 
 
+def install_server() -> None:
+    """Wrap the Responses API's way to `generate` with the check, beam search with a refusal.
+
+    Symptom without: what is refused is no HTTP 400 if streamed, but an error within a stream that
+    has begun, or its end without a word. Cause: vLLM processes a request's inputs when the first
+    output is asked for, and sends the status before. Remove when it does not.
+
+    Symptom without: where no header is read (/invocations, `vllm run-batch`), beams are kept whole
+    though the body asks for a budget. Cause: their parameters have no extra arguments. Remove when
+    they have.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+
+    parameters = ("self", "request_id", "engine_input", "sampling_params")
+    wrap(OpenAIServingResponses, "_generate_with_builtin_tools", parameters, _asking_first)
+    beams = ("self", "max_tokens", "default_sampling_params")
+    for kind in (ChatCompletionRequest, CompletionRequest):
+        wrap(kind, "to_beam_search_params", beams, _without_directives)
+
+
+def _asking_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _generate_with_builtin_tools(
+        self: "OpenAIServingResponses",
+        request_id: str,
+        engine_input: Any,
+        sampling_params: "SamplingParams",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        refuse_at_once(self.engine_client, engine_input, sampling_params)
+        return original(self, request_id, engine_input, sampling_params, *args, **kwargs)
+
+    return _generate_with_builtin_tools
+
+
+def _without_directives(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_beam_search_params(
+        self: "ChatCompletionRequest | CompletionRequest", *args: Any, **kwargs: Any
+    ) -> Any:
+        asked: dict[str, Any] = self.vllm_xargs or {}
+        with _as_validation_error():
+            if any(plain_name(key) in DIRECTIVE_KEYS for key in asked):
+                raise beam_search_refusal()
+        return original(self, *args, **kwargs)
+
+    return to_beam_search_params
+
+
 def _validating(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(
-        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+        self: "InputProcessor",
+        request_id: str,
+        prompt: Any,
+        params: "SamplingParams | PoolingParams",
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
+        from vllm import SamplingParams
+
         settings = _settings(self)
-        if settings is not None:
+        if settings is not None and isinstance(params, SamplingParams):
             validate(params, settings)
         request = original(self, request_id, prompt, params, *args, **kwargs)
         if settings is not None:
@@ -48,10 +125,13 @@ def _validating(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    async def told(
+        outputs: "AsyncGenerator[RequestOutput, None]",
+    ) -> "AsyncGenerator[RequestOutput, None]":
         from vllm.exceptions import GenerationError
 
-        async with aclosing(original(self, *args, **kwargs)) as outputs:  # its end aborts
+        output: RequestOutput
+        async with aclosing(outputs):  # its end aborts
             async for output in outputs:
                 for one in output.outputs:
                     # Only the scheduler's `_fail` gives an error a reason.
@@ -59,16 +139,37 @@ def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
                         raise GenerationError(one.stop_reason)
                 yield output
 
+    def generate(
+        self: "AsyncLLM", prompt: Any, sampling_params: "SamplingParams", *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        refuse_at_once(self, prompt, sampling_params)
+        return told(original(self, prompt, sampling_params, *args, **kwargs))
+
     return generate
 
 
-def validate(params: Any, settings: Settings) -> None:
+def refuse_at_once(client: "AsyncLLM", prompt: Any, params: "SamplingParams") -> None:
+    """Raise what `process_inputs` will refuse a rendered prompt for, once it is called."""
+    rendered: dict[str, Any] = prompt if isinstance(prompt, dict) else {}
+    if not rendered.keys() & {"prompt_token_ids", "prompt_embeds"}:
+        return
+    settings = _settings(client.input_processor)
+    if settings is None:
+        return
+    validate(params, settings)
+    tokens = length_from_prompt_token_ids_or_embeds(
+        rendered.get("prompt_token_ids"), rendered.get("prompt_embeds")
+    )
+    room(params, tokens, False, settings, client.vllm_config)
+
+
+def validate(params: "SamplingParams", settings: Settings) -> None:
     """Raise vLLM's own validation error (HTTP 400) when the directive in `params` is malformed."""
     with _as_validation_error():
-        settings.directive(getattr(params, "extra_args", None))
+        settings.directive(params.extra_args)
 
 
-def scores_prompt(params: Any) -> bool:
+def scores_prompt(params: "SamplingParams | None") -> bool:
     """Whether a request wants logprobs of its prompt, each of which must see all tokens before."""
     if params is None:  # a pooling request
         return False
@@ -76,17 +177,35 @@ def scores_prompt(params: Any) -> bool:
     return any(value is not None for value in asked)
 
 
-def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
+def fit(request: "EngineCoreRequest", settings: Settings, vllm_config: "VllmConfig") -> None:
     """Refuse (HTTP 400) what the pool can never carry to its end, rather than let it wait forever.
 
     A sequence that keeps everything may grow until the pool is full, then ends with "length", as
     it does at vLLM's `max_model_len`.
     """
-    params, pool = request.sampling_params, vllm_config.cache_config.num_gpu_blocks
-    if params is None or not pool:
+    params = request.sampling_params
+    if params is None:
         return
-    from vllm.utils import length_from_prompt_token_ids_or_embeds
+    prompt = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
+    most = room(params, prompt, request.resumable, settings, vllm_config)
+    if most is not None:
+        params.max_tokens = min(params.max_tokens, most)
 
+
+def room(
+    params: "SamplingParams",
+    prompt: int,
+    resumable: bool,
+    settings: Settings,
+    vllm_config: "VllmConfig",
+) -> int | None:
+    """How many tokens the pool has room for after a prompt that is kept whole, else None.
+
+    Raises vLLM's own validation error for what it can never carry.
+    """
+    pool: int | None = vllm_config.cache_config.num_gpu_blocks
+    if not pool:
+        return None
     # vLLM's front end sums up the pools of its data-parallel engines; one page is its null block.
     parallel = vllm_config.parallel_config
     engines = parallel.data_parallel_size
@@ -95,20 +214,20 @@ def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
     drafts = vllm_config.num_speculative_tokens
     longest = vllm_config.model_config.max_model_len
     pages = carried_pages(pool // engines - 1, drafts, settings.block_size, longest)
-    prompt = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     with _as_validation_error():
         directive = settings.directive(params.extra_args)
         scored = scores_prompt(params)
-        found = plans(directive, prompt, params.max_tokens, settings, pages, scored)
+        most = longest - prompt if params.max_tokens is None else params.max_tokens
+        found = plans(directive, prompt, most, settings, pages, scored)
         tokens = pages * settings.block_size
-        if not found and request.resumable and tokens < longest:
+        if not found and resumable and tokens < longest:
             raise DirectiveError(
                 "kv_budget",
                 str(directive.budget),
                 f"a session may grow to max_model_len={longest}, the pool holds {tokens} tokens",
                 "Give it a budget, such as 20%.",
             )
-        if found and request.resumable and drafts:
+        if found and resumable and drafts:
             raise DirectiveError(
                 "kv_budget",
                 str(directive.budget),
@@ -116,7 +235,7 @@ def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
                 "never said",
                 "Send whole prompts, or serve without --speculative-config.",
             )
-        if found and request.resumable and scored:
+        if found and resumable and scored:
             raise DirectiveError(
                 "kv_budget",
                 str(directive.budget),
@@ -124,8 +243,16 @@ def fit(request: Any, settings: Settings, vllm_config: Any) -> None:
                 "part of the last may be gone",
                 "Use full, or drop prompt_logprobs.",
             )
-    if not found:
-        params.max_tokens = min(params.max_tokens, tokens - prompt)
+        if not found and params.min_tokens > tokens - prompt:
+            # With fewer max_tokens than that, the parameters would not be read by the engine.
+            raise DirectiveError(
+                "kv_budget",
+                str(directive.budget),
+                f"min_tokens={params.min_tokens} after a prompt of {prompt} tokens need all of "
+                f"their KV, the pool holds {tokens} tokens",
+                "Give it a budget, such as 20%, or lower min_tokens.",
+            )
+    return None if found else tokens - prompt
 
 
 @contextmanager
@@ -141,7 +268,7 @@ def _as_validation_error() -> Iterator[None]:
         raise VLLMValidationError(str(error), parameter=error.field) from None
 
 
-def _settings(processor: Any) -> Settings | None:
+def _settings(processor: "InputProcessor") -> Settings | None:
     """The engine's settings, read once per processor."""
     from nexus_vllm.engine.cli import active_settings
 

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
 
 
 class Runner(Protocol):
@@ -24,7 +26,7 @@ class Runner(Protocol):
     def commit_rows(self) -> None:
         """Make overwritten rows visible before the step's own writes."""
 
-    def builders(self) -> "Iterator[Any]":
+    def builders(self) -> "Iterator[AttentionMetadataBuilder]":
         """Every attention metadata builder."""
 
     def sampling(self) -> AbstractContextManager[None]:
@@ -32,10 +34,10 @@ class Runner(Protocol):
 
 
 class _AnyRunner:
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: "GPUModelRunnerV1 | GPUModelRunnerV2") -> None:
         self._runner = runner
 
-    def builders(self) -> "Iterator[Any]":
+    def builders(self) -> "Iterator[AttentionMetadataBuilder]":
         for groups in self._runner.attn_groups:
             for group in groups:
                 yield from group.metadata_builders
@@ -43,6 +45,8 @@ class _AnyRunner:
 
 class RunnerV1(_AnyRunner):
     """`vllm/v1/worker/gpu_model_runner.py`: rows live in request states and a persistent batch."""
+
+    _runner: "GPUModelRunnerV1"
 
     def batch_request_ids(self, batch: "CommonAttentionMetadata") -> list[str | None]:
         ids: list[str | None] = self._runner.input_batch.req_ids
@@ -84,6 +88,8 @@ class RunnerV1(_AnyRunner):
 class RunnerV2(_AnyRunner):
     """`vllm/v1/worker/gpu/model_runner.py`: rows live on the device, written in stages."""
 
+    _runner: "GPUModelRunnerV2"
+
     def batch_request_ids(self, batch: "CommonAttentionMetadata") -> list[str | None]:
         if batch.req_idx is None:  # a dummy run
             return []
@@ -111,8 +117,11 @@ class RunnerV2(_AnyRunner):
 
 def adapt(model_runner: Any) -> Runner:
     """The adapter for vLLM's runner. Raises RuntimeError for one that is neither."""
-    if hasattr(model_runner, "input_batch"):
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as GPUModelRunnerV1
+
+    if isinstance(model_runner, GPUModelRunnerV1):
         return RunnerV1(model_runner)
-    if hasattr(model_runner, "req_states"):
+    if isinstance(model_runner, GPUModelRunnerV2):
         return RunnerV2(model_runner)
     raise RuntimeError(f"KV eviction does not know the model runner {type(model_runner)}")

@@ -393,7 +393,12 @@ class EvictionSchedulerMixin(Scheduler):
         self._stopped.append(request.request_id)
 
     def _update_request_as_session(self, session: "Request", update: Any) -> None:
-        """A streaming-input session goes on with a longer prompt and what it still holds."""
+        """A streaming-input session goes on with a longer prompt and what it still holds.
+
+        vLLM drops the last token of a turn. 0.31 keeps the hash of a page that this token had
+        completed, and publishes all later ones of the session under wrong hashes. Remove with it.
+        """
+        del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]
         super()._update_request_as_session(session, update)
         ledger = self.ledgers[session.request_id]
         ledger.prompt_tokens = session.num_prompt_tokens
@@ -483,11 +488,7 @@ class EvictionSchedulerMixin(Scheduler):
         records, self._finished_records = self._finished_records, []
         if stats is None:  # --disable-log-stats: nobody is listening
             return None
-        held = sum(
-            self.pages.held_blocks(request_id)
-            for request_id, ledger in self.ledgers.items()
-            if ledger.hold is not None
-        )
+        held = sum(self.pages.held_blocks(request_id) for request_id in self.ledgers)
         payload = {**counts, "live_blocks": held, "finished": records}
         stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), STATS_KEY: payload}
         return stats

@@ -6,7 +6,7 @@ The scheduler puts one plain dict per step into `SchedulerStats.kv_connector_sta
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 
@@ -15,13 +15,17 @@ from nexus_vllm.engine.hooks import wrap
 from nexus_vllm.server.metrics import metrics, observe
 from nexus_vllm.server.records import recent
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import SchedulerStats
+
 STATS_KEY = "nexus_kv_eviction"
 
 
 class EvictionStatLogger(AggregateStatLoggerBase):
     """Feeds our metrics and records; goes first, so that vLLM's own loggers never see a report."""
 
-    def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+    def __init__(self, vllm_config: "VllmConfig", engine_indexes: list[int]) -> None:
         settings = active_settings(vllm_config.additional_config)
         assert settings is not None, "only engines with KV eviction get this logger"
         recent.resize(settings.records)
@@ -30,12 +34,14 @@ class EvictionStatLogger(AggregateStatLoggerBase):
 
     def record(
         self,
-        scheduler_stats: Any,
+        scheduler_stats: "SchedulerStats | None",
         iteration_stats: Any,
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        carrier = None if scheduler_stats is None else scheduler_stats.kv_connector_stats
+        if scheduler_stats is None:
+            return
+        carrier = scheduler_stats.kv_connector_stats
         if not carrier or STATS_KEY not in carrier:
             return
         report = carrier.pop(STATS_KEY)
@@ -67,7 +73,7 @@ def install() -> None:
 def _adding_logger(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(
         self: Any,
-        vllm_config: Any,
+        vllm_config: "VllmConfig",
         engine_idxs: list[int] | None = None,
         custom_stat_loggers: list[Any] | None = None,
         *args: Any,

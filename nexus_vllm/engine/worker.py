@@ -33,6 +33,8 @@ from nexus_vllm.engine.window import LayerWindow, ring_rows
 from nexus_vllm.plan import Eviction, StepPlan, StepReport
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
@@ -104,7 +106,7 @@ class EvictionWorker(PlatformWorker):
         batches = self.vllm_config.max_concurrent_batches
         return ring_rows(self.eviction.window, batches, self.vllm_config.num_speculative_tokens)
 
-    def _attention_layers(self) -> dict[str, Any]:
+    def _attention_layers(self) -> "dict[str, Attention]":
         """This rank's attention layers, in model order."""
         found = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         return dict(sorted(found.items(), key=lambda item: extract_layer_index(item[0])))
@@ -132,7 +134,7 @@ class EvictionWorker(PlatformWorker):
             self.eviction.block_size,
             self.device,
         )
-        builders = list(self.runner.builders())
+        builders: list[attention.EvictionBuilderMixin] = list(self.runner.builders())
         if not builders:
             raise compat.UnsupportedError(
                 f"{type(self.model_runner).__name__} has no attention metadata builder",
@@ -275,9 +277,9 @@ class EvictionWorker(PlatformWorker):
         return self._trace
 
 
-def _check_layer(name: str, layer: Any, model_config: Any) -> None:
+def _check_layer(name: str, layer: "Attention", model_config: "ModelConfig") -> None:
     """Refuse a layer whose attention eviction would get wrong, or whose hooks are not live."""
-    impl = getattr(layer, "impl", None)
+    impl = getattr(layer, "impl", None)  # state-space layers have none
     if not isinstance(impl, attention.EvictionImplMixin):
         tested = ", ".join(attention.BACKENDS)
         raise compat.UnsupportedError(
@@ -297,13 +299,13 @@ def _check_layer(name: str, layer: Any, model_config: Any) -> None:
             compat.keys_needed(model_config),
             "serve this model without --kv-eviction",
         )
-    if getattr(impl, "alibi_slopes", None) is not None:
+    if layer.impl.alibi_slopes is not None:
         raise compat.UnsupportedError(
             f"layer {name} uses ALiBi",
             "its bias depends on how many blocks lie between",
             "serve this model without --kv-eviction",
         )
-    if getattr(impl, "sinks", None) is not None:
+    if layer.impl.sinks is not None:
         raise compat.UnsupportedError(
             f"layer {name} has attention sinks of its own",
             "they are not part of the scores, and attention over units would mix up their heads",
@@ -311,7 +313,7 @@ def _check_layer(name: str, layer: Any, model_config: Any) -> None:
         )
 
 
-def _check_alike(layers: dict[str, Any]) -> None:
+def _check_alike(layers: "dict[str, Attention]") -> None:
     """Refuse layers that differ in shape: a head's blocks may lie in the pages of any other."""
     shapes = {
         name: f"{layer.num_heads} query heads and {layer.num_kv_heads} KV heads of size "

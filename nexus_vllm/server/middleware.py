@@ -14,7 +14,16 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from nexus_vllm.config import DIRECTIVE_KEYS, Directive, DirectiveError, Settings, nearest, shown
+from nexus_vllm.config import (
+    DIRECTIVE_KEYS,
+    Directive,
+    DirectiveError,
+    Settings,
+    beam_search_refusal,
+    nearest,
+    plain_name,
+    shown,
+)
 from nexus_vllm.engine.cli import active_settings
 from nexus_vllm.server import routes
 from nexus_vllm.server.metrics import rejected
@@ -31,13 +40,13 @@ HARMLESS = (
 
 On any other route a directive is refused, not lost: nobody would read it.
 """
-PREFIX = "x-kv-"
 RESPONSE_HEADER = "X-KV-Eviction"
 
 _HARMLESS = re.compile("|".join(re.sub("{[a-z_]+}", "[^/]+", path) for path in HARMLESS))
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-# A body is parsed only if it may hold a directive: plain, escaped, or in UTF-16 or UTF-32.
-_SUSPECT = re.compile(rb"kv_|\\u00[4-7]|\x00")
+# A body is parsed only if it may hold a directive, or ask for beams, which no directive reaches:
+# plain, escaped, or in UTF-16 or UTF-32.
+_SUSPECT = re.compile(rb"(?i)kv[_-]|use_beam_search|\\u00[2-7]|\x00")
 
 
 class EvictionMiddleware:
@@ -50,7 +59,7 @@ class EvictionMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = _route_path(scope)
         method = scope.get("method")  # a websocket has none
         directed = method == "POST" and path in PATHS
         inspected = method == "GET" and (path + "/").startswith(routes.ROOT + "/")
@@ -74,6 +83,7 @@ class EvictionMiddleware:
         """The engine's own settings, from the app that vLLM attached its config to."""
         if self._settings is None:
             app = scope.get("app")
+            # An app that does not have it is not served: see `_no_settings`.
             vllm_config = getattr(getattr(app, "state", None), "vllm_config", None)
             self._settings = active_settings(getattr(vllm_config, "additional_config", None))
         return self._settings
@@ -168,14 +178,14 @@ def merge(headers: Headers, body: bytes, settings: Settings) -> tuple[bytes, Dir
         raise _too_deep(asked, body) from None
     if content is None:
         return body, _directive(asked, settings)
-    for key in DIRECTIVE_KEYS:
-        if key in content:
+    for key in content:
+        if (name := plain_name(key)) in DIRECTIVE_KEYS:
             raise _Refusal(
                 DirectiveError(
                     key,
                     content[key],
                     "vLLM ignores it outside vllm_xargs",
-                    f'Send {{"vllm_xargs": {{"{key}": ...}}}} or the header.',
+                    f'Send {{"vllm_xargs": {{"{name}": ...}}}} or the header.',
                 ),
                 "body",
             )
@@ -201,16 +211,10 @@ def merge(headers: Headers, body: bytes, settings: Settings) -> tuple[bytes, Dir
                 ),
                 "conflict",
             )
-    if content.get("use_beam_search") and (asked or xargs.keys() & set(DIRECTIVE_KEYS)):
-        raise _Refusal(
-            DirectiveError(
-                "use_beam_search",
-                True,
-                "vLLM's beam search drops KV directives",
-                "Drop it or the directive.",
-            ),
-            "body",
-        )
+    if content.get("use_beam_search"):
+        if asked or xargs.keys() & set(DIRECTIVE_KEYS):
+            raise _Refusal(beam_search_refusal(), "body")
+        return body, _directive({"kv_policy": "none"}, settings)
     if asked.keys() <= xargs.keys():
         return body, directive
     content["vllm_xargs"] = {**asked, **xargs}
@@ -224,7 +228,7 @@ def _from_headers(headers: Headers, settings: Settings) -> dict[str, str]:
     """The directives in the headers, each valid by itself."""
     asked: dict[str, str] = {}
     for name, value in headers.items():
-        if not name.startswith(PREFIX):
+        if not _meant(name):
             continue
         told = "-".join(
             part.upper() if part in ("x", "kv") else part.title() for part in name.split("-")
@@ -280,7 +284,23 @@ def _bad_request(path: str, refusal: _Refusal) -> JSONResponse:
 
 
 def _directives(headers: Headers) -> list[str]:
-    return [name for name in headers if name.startswith(PREFIX)]
+    return [name for name in headers if _meant(name)]
+
+
+def _meant(name: str) -> bool:
+    """Whether a header is for us, also where it is misspelt: X-KV-Bugdet, X_KV_Budget, KV-Budget.
+
+    What begins with KV- alone may be somebody else's.
+    """
+    plain = plain_name(name)
+    return plain in DIRECTIVE_KEYS or (plain.startswith("kv_") and name[:2] in ("x-", "x_"))
+
+
+def _route_path(scope: Scope) -> str:
+    """The path that routes are looked up by: without a `root_path` that is all of its first parts,
+    as starlette sees it."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
 
 
 def _unread(path: str, name: str) -> JSONResponse:

@@ -12,7 +12,13 @@ import os
 import re
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.request import Request
 
 
 class Host:
@@ -27,12 +33,13 @@ class Host:
 
             ours = nexus_vllm.engine_args(**nexus)
         # Synchronous scheduling: only then is a step's time that of its own forward pass.
-        self.llm: Any = LLM(
+        self.llm = LLM(
             model, async_scheduling=False, seed=0, disable_log_stats=False, **options, **ours
         )
-        self.engine: Any = self.llm.llm_engine
-        self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
-        self.groups: dict[str, list[Any]] = {}
+        self.engine: LLMEngine = self.llm.llm_engine
+        client: InprocClient = self.engine.engine_core
+        self.scheduler: Scheduler = client.engine_core.scheduler
+        self.groups: dict[str, list[Request]] = {}
         self.tokenizer: Any = self.llm.get_tokenizer()
         self.prose: list[int] = []
 

@@ -20,9 +20,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nexus_vllm
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
 
 GROUP = "vllm.general_plugins"
 WITHOUT = "serve this model without --kv-eviction"
@@ -123,7 +127,7 @@ def _version(distribution: str) -> str:
 
 def versions() -> Iterator[Finding]:
     """What is installed, and whether this release is made for that vLLM."""
-    from nexus_vllm.engine.hooks import SUPPORTED_VLLM, vllm_version
+    from nexus_vllm.engine.hooks import SUPPORTED_TOLD, vllm_version
 
     def supported() -> str:
         from nexus_vllm.engine import compat
@@ -145,8 +149,8 @@ def versions() -> Iterator[Finding]:
         section,
         "vllm",
         supported,
-        f"vLLM {SUPPORTED_VLLM}.x",
-        f"install vLLM {SUPPORTED_VLLM}.x",
+        f"vLLM {SUPPORTED_TOLD}",
+        f"install vLLM {SUPPORTED_TOLD}",
     )
     yield Finding(section, "torch", _version("torch"))
     yield Finding(section, "python", platform.python_version())
@@ -298,7 +302,7 @@ def _backends() -> str:
     return ", ".join(attention.BACKENDS)
 
 
-def _evicts(backend: Any) -> bool:
+def _evicts(backend: "type[AttentionBackend]") -> bool:
     from nexus_vllm.engine.attention import EvictionBuilderMixin, EvictionImplMixin
 
     return issubclass(backend.get_builder_cls(), EvictionBuilderMixin) and issubclass(
@@ -352,7 +356,7 @@ def engine(model: str, options: list[str]) -> Iterator[Finding]:
     )
 
 
-def _configured(model: str, options: list[str]) -> tuple[Any, list[tuple[str, str, str]]]:
+def _configured(model: str, options: list[str]) -> "tuple[VllmConfig, list[tuple[str, str, str]]]":
     """The VllmConfig that `vllm serve` would start with, and what eviction refuses about it.
 
     Goes around `create_engine_config`'s wrapper, which raises the first refusal: all are wanted.
@@ -362,7 +366,7 @@ def _configured(model: str, options: list[str]) -> tuple[Any, list[tuple[str, st
 
     from nexus_vllm.engine import cli, compat, profiles
 
-    engine_args = AsyncEngineArgs.from_cli_args(_parse(model, options))
+    engine_args: AsyncEngineArgs = AsyncEngineArgs.from_cli_args(_parse(model, options))
     settings = cli.active_settings(engine_args.additional_config)
     if settings is None:
         raise ValueError("the options turn KV eviction off")
@@ -404,7 +408,7 @@ def _parse(model: str, options: list[str]) -> argparse.Namespace:
     return args
 
 
-def _attention(section: str, config: Any) -> Iterator[Finding]:
+def _attention(section: str, config: "VllmConfig") -> Iterator[Finding]:
     """The backend of a plain layer of this model, and where its KV cache lies."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.selector import get_attn_backend

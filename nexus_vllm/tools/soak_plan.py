@@ -226,7 +226,7 @@ class Planner:
     def _too_big(self, draw: random.Random, name: str) -> Ask:
         route = draw.choice(ROUTES)
         characters, headers, named, reason = draw.choice(TOO_BIG)
-        body = route.body(self._slice(draw, characters), 4)
+        body = {**route.body(self._slice(draw, characters), 4), "stream": draw.random() < 0.5}
         return Ask("too big", route, name, body, headers, 400, named, reason)
 
     def _directive(self, draw: random.Random) -> dict[str, str]:

@@ -996,22 +996,22 @@ def test_a_policy_that_raises_ends_its_request_only(outcomes: Outcomes) -> None:
         (
             "other_version",
             "vLLM 0.33.1 is installed",
-            "this release is made for vLLM 0.32.x",
-            "Remedy: install vLLM 0.32.x or another nexus-vllm.",
+            "this release is made for vLLM 0.31.x or 0.32.x",
+            "Remedy: install vLLM 0.31.x or 0.32.x, or another nexus-vllm.",
         ),
         (
             "method_renamed",
             "has changed vllm.v1.core.sched.scheduler.Scheduler._reserve_prefill_lookahead: "
             "it is gone",
-            "this release overrides or calls it as it is in vLLM 0.32",
-            "Remedy: install vLLM 0.32.x",
+            "this release overrides or calls it as it is in vLLM 0.31.x or 0.32.x",
+            "Remedy: install vLLM 0.31.x or 0.32.x, or a",
         ),
         (
             "parameter_added",
             "FullAttentionManager.get_num_blocks_to_allocate: it takes (self, request_id, "
             "num_tokens, new_computed_blocks, group), not (self, request_id, num_tokens, ",
-            "this release overrides or calls it as it is in vLLM 0.32",
-            "Remedy: install vLLM 0.32.x",
+            "this release overrides or calls it as it is in vLLM 0.31.x or 0.32.x",
+            "Remedy: install vLLM 0.31.x or 0.32.x, or a",
         ),
     ],
 )
@@ -1064,11 +1064,11 @@ def test_where_vllm_has_changed_the_flag_is_unknown_and_stock_serving_goes_on(
     offline = outcomes("hook_gone_offline")
     assert offline.error == "HookError"
     assert changed in offline.told
-    assert "Install vLLM 0.32.x" in offline.told
+    assert "Install vLLM 0.31.x or 0.32.x, or a" in offline.told
     served = outcomes("hook_gone_serve")
     assert (served.error, served.told) == ("SystemExit", "2")
     assert "unrecognized arguments: --kv-eviction nexus" in served.log
-    assert served.log.count("nexus-vllm is disabled: KV eviction cannot hook into vLLM 0.32") == 1
+    assert served.log.count("nexus-vllm is disabled: KV eviction cannot hook into vLLM 0.3") == 1
     assert changed in served.log
     assert outcomes("hook_gone_help").told == "0"
     assert "--kv-eviction" not in outcomes("hook_gone_help").log.split("usage:", 1)[1]

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
@@ -38,6 +39,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
 from nexus_vllm import allocators
@@ -79,6 +81,16 @@ PIPELINES = [(False, 1), (False, 2), (True, 2), (True, 3)]
 def answer(request_id: str, position: int) -> int:
     """What the model says at a position: a function of it, so that recomputing repeats it."""
     return 1000 + zlib.crc32(f"{request_id} {position}".encode()) % 1000
+
+
+def over_the_wire(params: SamplingParams) -> SamplingParams:
+    """As an engine's process reads them: parameters that break vLLM's rules end its input thread,
+    and with it all requests."""
+    try:
+        sent = MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(params))
+    except VLLMValidationError as error:  # which would pass for a refusal
+        raise AssertionError(f"the engine cannot read {params}") from error
+    return cast(SamplingParams, sent)
 
 
 class Memory:
@@ -377,6 +389,7 @@ class Simulation:
         priority: int = 0,
         session: str | None = None,
         prompt_logprobs: int | None = None,
+        min_tokens: int = 0,
         **directive: str,
     ) -> str:
         """Send a request in; `checked` as the front end does, or past it.
@@ -387,6 +400,7 @@ class Simulation:
         request_id = session or f"r{number}"
         params = SamplingParams(
             max_tokens=max_tokens or self.max_tokens,
+            min_tokens=min_tokens,
             ignore_eos=True,
             stop_token_ids=stops,
             prompt_logprobs=prompt_logprobs,
@@ -401,6 +415,7 @@ class Simulation:
         )
         if checked:
             fit(arriving, self.settings, self.config)
+        params = over_the_wire(params)
         request = Request(
             request_id,
             prompt,

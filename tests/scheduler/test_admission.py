@@ -76,14 +76,30 @@ def test_auto_streams_while_the_pool_is_taken_and_not_else(
         (700, {"kv_policy": "none"}, "kv_budget='full' is not allowed: a prompt of 700 tokens"),
         (700, {"kv_prefill": "oneshot"}, "a prompt of 700 tokens at once does not fit the pool of"),
         (900, {"kv_budget": "640"}, "and the pool of 640 tokens carries 576 at most"),
+        (
+            600,
+            {"kv_budget": "full", "min_tokens": 41},
+            "min_tokens=41 after a prompt of 600 tokens need all of their KV, the pool holds 640",
+        ),
     ],
 )
 def test_what_never_fits_is_refused(
-    model_path: Path, length: int, directive: dict[str, str], message: str
+    model_path: Path, length: int, directive: dict[str, str | int], message: str
 ) -> None:
     sim = Simulation(model_path, pages=21)
     with pytest.raises(VLLMValidationError, match=message):
-        sim.add(prompt(length), **directive)
+        sim.add(prompt(length), max_tokens=60, **directive)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("directive", [{"kv_budget": "full"}, {"kv_policy": "none"}])
+@pytest.mark.parametrize("least", [0, 1, 40])
+def test_what_is_cut_to_the_pool_is_still_read_by_the_engine(
+    model_path: Path, directive: dict[str, str], least: int
+) -> None:
+    sim = Simulation(model_path, pages=21, chunk=512)
+    request_id = sim.add(prompt(600), max_tokens=1000, min_tokens=least, **directive)
+    sim.run()
+    assert sim.requests[request_id].num_tokens == 20 * BLOCK
 
 
 @BOTH
@@ -205,7 +221,10 @@ def test_every_request_ends(
             }
             try:
                 tokens = rng.choice([1, 2, 40, 200])
-                live[sim.add((shared + own)[:1900], max_tokens=tokens, **directive)] = steps
+                given = (shared + own)[:1900]
+                least = tokens if tokens == 200 else 0
+                added = sim.add(given, max_tokens=tokens, min_tokens=least, **directive)
+                live[added] = steps
             except VLLMValidationError:
                 refused += 1
         if live and rng.random() < 0.02:

@@ -168,6 +168,10 @@ def test_parsed_arguments_carry_everything_to_a_process_without_our_flags(
         (["--kv-eviction", "nexus", "--kv-eviction-config", '{"widnow": 1}'], ["widnow", "window"]),
         (["--kv-eviction", "nexus", "--kv-eviction-config", "nowhere"], ["nowhere", "nexus-paper"]),
         (["--kv-eviction", "nexus", "--additional-config", '{"kv_eviction": {}}'], ["twice"]),
+        (
+            ["--kv-eviction", "none", "--additional-config", '{"kv_eviction": {}}'],
+            ["--kv-eviction none", "opposite"],
+        ),
         (["--additional-config", '{"kv_eviction": {"widnow": 1}}'], ["widnow", "window"]),
         (["--additional-config", '{"kv_eviction": [1]}'], ["[1]", "mapping"]),
         (["--kv-eviction", "nexus", "--additional-config", "[1]"], ["additional", "object"]),

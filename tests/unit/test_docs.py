@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from nexus_vllm.engine.hooks import SUPPORTED_TOLD
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.compile(r"`(?:tests/)?((?:engine|scheduler|server|unit)/\w+\.py)?::(test_\w+\*?)")
 FILE = re.compile(r"`(?:tests/)?((?:engine|scheduler|server|unit)/\w+\.py)")
@@ -36,3 +38,10 @@ def test_every_test_that_a_document_names_exists(document: Path) -> None:
         assert path.is_file(), f"{document.name} names {file}"
         tests = re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
         assert any(fnmatchcase(test, name) for test in tests), f"{document.name}: {file}::{name}"
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/support-matrix.md", "docs/vllm-versions.md"]
+)
+def test_the_supported_versions_are_told(document: str) -> None:
+    assert f"vLLM {SUPPORTED_TOLD}" in (ROOT / document).read_text()

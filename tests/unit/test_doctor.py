@@ -1,137 +1,16 @@
-"""`nexus-vllm doctor`, and the drift it shares with every engine start."""
+"""`nexus-vllm doctor`."""
 
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nexus_vllm.engine.drift import Drift, drift
 from nexus_vllm.tools import cli, doctor
 from nexus_vllm.tools.doctor import Finding, render
-
-# Drift
-
-
-@dataclass
-class Theirs:
-    """Stands for a class of vLLM."""
-
-    field: int
-
-    def step(self, batch: Any, flag: bool = False) -> None: ...
-
-    def keyed(self, batch: Any, *, key: int) -> None: ...
-
-    @staticmethod
-    def spec(spec: Any) -> Any: ...
-
-    @classmethod
-    def support(cls, config: Any) -> Any: ...
-
-    def record(self, stats: Any) -> None: ...
-
-
-class Ours(Theirs):
-    def step(self, batch: Any, flag: bool = False) -> None:
-        super().step(batch, flag)
-
-    def keyed(self, batch: Any, *, key: int) -> None:
-        super().keyed(batch, key=key)
-
-    @classmethod
-    def spec(cls, spec: Any) -> Any:
-        return super().spec(spec)
-
-    @staticmethod
-    def support(config: Any) -> Any: ...
-
-    def record(self, stats: Any) -> None: ...
-
-    def own(self) -> None: ...
-
-
-def change(**members: Any) -> type:
-    """`Theirs` with other members; None removes one."""
-    kept = {name: member for name, member in vars(Theirs).items() if not name.startswith("__")}
-    kept |= members
-    return type("Theirs", (), {name: m for name, m in kept.items() if m is not None})
-
-
-def found(theirs: type, ours: type = Ours) -> list[tuple[str, str]]:
-    return [(symbol.rsplit(".", 1)[1], how) for symbol, how in drift([(ours, theirs)], {})]
-
-
-def test_no_drift_where_names_are_equal() -> None:
-    assert found(Theirs) == []
-    assert found(change()) == []
-
-
-def test_a_renamed_method_is_gone() -> None:
-    assert found(change(step=None)) == [("step", "it is gone")]
-    assert found(change(spec=None)) == [("spec", "it is gone")]
-    # Without super() there is no telling it from a method of our own. Ours without are abstract in
-    # vLLM, where a new name keeps our class from being made.
-    assert found(change(record=None)) == []
-
-
-def test_added_lost_renamed_and_reordered_parameters_are_drift() -> None:
-    def added(self: Any, batch: Any, flag: bool = False, more: int = 0) -> None: ...
-    def lost(self: Any, batch: Any) -> None: ...
-    def renamed(self: Any, batch: Any, other: bool = False) -> None: ...
-    def reordered(self: Any, flag: bool, batch: Any) -> None: ...
-    def wrapped(*args: Any, **kwargs: Any) -> None: ...
-
-    for step, has in (
-        (added, "self, batch, flag, more"),
-        (lost, "self, batch"),
-        (renamed, "self, batch, other"),
-        (reordered, "self, flag, batch"),
-        (wrapped, "..."),
-    ):
-        told = [("step", f"it takes ({has}), not (self, batch, flag)")]
-        assert found(change(step=step)) == told
-
-
-def test_keyword_only_is_part_of_the_signature() -> None:
-    def keyed(self: Any, batch: Any, key: int) -> None: ...
-
-    told = [("keyed", "it takes (self, batch, key), not (self, batch, *, key)")]
-    assert found(change(keyed=keyed)) == told
-
-
-def test_an_override_that_passes_everything_on_relies_on_its_leading_names_only() -> None:
-    class PassesOn(Theirs):
-        def step(self, batch: Any, *args: Any, **kwargs: Any) -> None: ...
-        def keyed(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def longer(self: Any, batch: Any, more: int = 0) -> None: ...
-    def renamed(self: Any, data: Any, more: int = 0) -> None: ...
-
-    assert found(change(step=longer, keyed=longer), PassesOn) == []
-    told = [("step", "it takes (self, data, more), not (self, batch, ...)")]
-    assert found(change(step=renamed), PassesOn) == told
-
-
-def test_a_new_method_of_vllm_under_a_name_of_ours_is_drift() -> None:
-    def own(self: Any, request: Any) -> None: ...
-
-    assert found(change(own=own)) == [("own", "it takes (self, request), not (self)")]
-
-
-def test_what_we_call_is_checked_too() -> None:
-    calls = ("field", "step(batch)", "step(batch, flag)", "record")
-    assert drift([], {Theirs: calls}) == []
-    symbol = f"{__name__}.Theirs."
-    assert drift([], {Theirs: ("lost", "step(flag)")}) == [
-        Drift(symbol + "lost", "it is gone"),
-        Drift(symbol + "step", "it takes (self, batch, flag), not (self, flag, ...)"),
-    ]
-
 
 # The report
 

@@ -15,6 +15,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import Message
 
 from nexus_vllm.config import MAX_SEED, Settings
+from nexus_vllm.engine.hooks import vllm_version
 from nexus_vllm.server.metrics import REJECTIONS, metrics
 from nexus_vllm.server.middleware import HARMLESS, PATHS, EvictionMiddleware
 from nexus_vllm.server.records import Records, recent
@@ -102,6 +103,15 @@ async def test_without_a_directive_the_body_is_untouched_and_the_default_is_repo
     response = await client.post(path, content=body)
     assert response.json()["raw"] == response.json()["length"] == len(body)
     assert response.headers["X-KV-Eviction"] == "policy=nexus; budget=20%; prefill=auto"
+
+
+@pytest.mark.parametrize("body", ['{"use_beam_search": true}', '{"use\\u005fbeam_search": true}'])
+async def test_beams_are_reported_as_never_evicted(client: httpx.AsyncClient, body: str) -> None:
+    response = await client.post(PATHS[0], content=body)
+    assert response.json()["raw"] == len(body)
+    assert response.headers["X-KV-Eviction"].startswith("policy=none; budget=full")
+    response = await client.post(PATHS[0], json={"use_beam_search": False})
+    assert response.headers["X-KV-Eviction"].startswith("policy=nexus")
 
 
 @pytest.mark.parametrize("escape", [False, True], ids=["plain", "escaped"])
@@ -197,12 +207,20 @@ async def test_a_client_that_leaves_after_the_body_is_noticed() -> None:
     assert seen.disconnected
 
 
-async def test_a_root_path_is_allowed_for() -> None:
+@pytest.mark.parametrize(
+    ("root", "prefix"), [("/behind", "/behind"), ("/behind", ""), ("/", ""), ("/v", "")]
+)
+async def test_a_root_path_is_allowed_for(root: str, prefix: str) -> None:
     app = make_app()
-    transport = httpx.ASGITransport(app=app, root_path="/behind")
+    transport = httpx.ASGITransport(app=app, root_path=root)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        response = await client.post("/behind" + PATHS[0], json={}, headers={"X-KV-Budget": "1"})
-    assert response.status_code == 400
+        path = prefix + PATHS[0]
+        response = await client.post(path, json={}, headers={"X-KV-Budget": "1"})
+        assert response.status_code == 400
+        assert "the least is 128 tokens" in response.text
+        response = await client.post(path, json={}, headers={"X-KV-Budget": "512"})
+        assert response.status_code == 200
+        assert "budget=512" in response.headers["X-KV-Eviction"]
 
 
 async def test_authentication_comes_first() -> None:
@@ -237,6 +255,7 @@ MALFORMED: list[tuple[dict[str, str] | list[tuple[str, str]], Any, str, str, str
     *(({X + "Prefill": value}, {}, value, "oneshot", "prefill") for value in ("once", "", "full")),
     ({X + "Bugdet": "512"}, {}, "512", "X-KV-Budget", "unknown"),
     ({X + "Eviction": "nexus"}, {}, "nexus", "X-KV-", "unknown"),
+    *(({name: "512"}, {}, "512", "X-KV-Budget", "budget") for name in ("X_KV_Budget", "KV-Budget")),
     ([(X + "Budget", "512"), (X + "Budget", "512")], {}, "512", "once", "repeated"),
     ([(X + "Policy", "none"), (X + "Policy", "nexus")], {}, "nexus", "once", "repeated"),
     *(
@@ -253,7 +272,14 @@ MALFORMED: list[tuple[dict[str, str] | list[tuple[str, str]], Any, str, str, str
     ),
     ({}, {"vllm_xargs": {"kv_prefill": "twice"}}, "twice", "streaming", "prefill"),
     ({}, {"vllm_xargs": {"kv_bugdet": 512}}, "512", "kv_budget", "unknown"),
-    ({}, {"kv_budget": 512}, "512", "vllm_xargs", "body"),
+    *(
+        ({}, {"vllm_xargs": {key: 512}}, "512", "mean 'kv_budget'?", "budget")
+        for key in ("KV_BUDGET", "kv-budget", "X-KV-Budget", "x_kv_budget")
+    ),
+    *(
+        ({}, {key: 512}, "512", '{"vllm_xargs": {"kv_budget": ...}}', "body")
+        for key in ("kv_budget", "KV_Budget", "kv-budget", "X-KV-Budget")
+    ),
     ({X + "Seed": "1"}, {"vllm_xargs": [1]}, "[1]", "object", "body"),
     ({X + "Seed": "1"}, {"use_beam_search": True}, "True", "beam search", "body"),
     ({X + "Budget": "512"}, {"vllm_xargs": {"kv_budget": 513}}, "512", "513", "conflict"),
@@ -498,6 +524,13 @@ REFUSED = {
 NOT_EVERYWHERE = {"/cohere/v2/chat", "/start_profile", "/stop_profile"}
 """Routes of this vLLM that come with a package or a setting which this process may lack."""
 
+SINCE_0_32 = {
+    "/inference/v1/abort_requests",
+    "/shutdown_weight_transfer_engine",
+    "/v1/systemone",
+    "/weight_checker",
+}
+
 
 @pytest.fixture(scope="module")
 def vllm_app() -> FastAPI:
@@ -534,7 +567,10 @@ def acting(app: FastAPI) -> set[str]:
 
 def test_every_route_of_this_vllm_is_known(vllm_app: FastAPI) -> None:
     """A route that is new in vLLM has its headers refused until somebody looks at it."""
-    assert acting(vllm_app) - NOT_EVERYWHERE == {*PATHS, *HARMLESS, *REFUSED}
+    known = {*PATHS, *HARMLESS, *REFUSED}
+    if vllm_version().startswith("0.31."):
+        known -= SINCE_0_32
+    assert acting(vllm_app) - NOT_EVERYWHERE == known
 
 
 async def test_a_header_that_nobody_would_read_is_refused(vllm_app: FastAPI) -> None:
