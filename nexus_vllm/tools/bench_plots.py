@@ -51,7 +51,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. `ticks`: x -> its text; `mark`: y of a thin line; `log`: "x", "y", "xy"."""
+    """One pair of axes.
+
+    `ticks`: x -> its text; `mark`: y of a thin line; `log`: "x", "y", "xy"; `bottom`: least y, None
+    for what the points need.
+    """
 
     x: str
     y: str
@@ -60,6 +64,7 @@ class Panel:
     ticks: Mapping[float, str] = field(default_factory=dict)
     mark: float | None = None
     log: str = ""
+    bottom: float | None = 0.0
 
     def empty(self) -> bool:
         return not any(line.points for line in self.lines)
@@ -69,19 +74,19 @@ def draw(parts: Sequence[Part], folder: Path) -> dict[str, list[Plot]]:
     """Write folder/plot-LETTER.svg for each part with something to show: letter -> its plots."""
     found: dict[str, list[Plot]] = {}
     for part in parts:
-        if part.letter not in DRAWN or not _installed():
+        if part.letter not in DRAWN or not installed():
             continue
         caption, panels_of, columns = DRAWN[part.letter]
         panels = [panel for panel in panels_of(part.data) if not panel.empty()]
         if panels:
             plot = Plot(f"plot-{part.letter}.svg", caption)
-            _write(panels, min(columns, len(panels)), caption, folder / plot.file)
+            write(panels, min(columns, len(panels)), caption, folder / plot.file)
             found[part.letter] = [plot]
     return found
 
 
 @cache  # says it once
-def _installed() -> bool:
+def installed() -> bool:
     try:
         from matplotlib import figure, style  # noqa: F401
     except ImportError:
@@ -106,7 +111,7 @@ def _decode_speed(data: Mapping[str, Any]) -> list[Panel]:
             rows.append((batch, context, float(density[1]), speed, ideal))
     rows.sort(key=lambda row: (row[0], row[1], -row[2]))
     places = {d: float(i) for i, d in enumerate(sorted({row[2] for row in rows}, reverse=True))}
-    colour = _colours(sorted({row[1] for row in rows}))
+    colour = colours(sorted({row[1] for row in rows}))
     panels = []
     for batch in sorted({row[0] for row in rows}):
         lines = []
@@ -160,7 +165,7 @@ def _long_stream(data: Mapping[str, Any]) -> list[Panel]:
     streams = data.get("streams") or {}
     series = {name: (told or {}).get("series") or [] for name, told in streams.items()}
     pages, times, phases = [], [], set()
-    for name, colour in _colours(series).items():
+    for name, colour in colours(series).items():
         pages.append(_line(name, _columns(series[name], 1), color=colour))
         times.append(Line(name, (), {"color": colour}))
         for phase, look in PHASES.items():
@@ -187,7 +192,7 @@ def _eviction_cost(data: Mapping[str, Any]) -> list[Panel]:
         step = _number(row.get("decode_step_ms"))
         if not math.isnan(step):
             steps.setdefault(blocks, []).append(step)
-    colour = _colours(evictions)
+    colour = colours(evictions)
     lines = [
         _line(f"eviction, {name}", sorted(points), above=0, color=colour[name], marker="o")
         for name, points in evictions.items()
@@ -238,18 +243,23 @@ def _line(
     return Line(label if kept else "", kept, look)
 
 
-def _colours(names: Iterable[Any]) -> dict[Any, str]:
+def colours(names: Iterable[Any]) -> dict[Any, str]:
     return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
 
 
-def _write(panels: Sequence[Panel], columns: int, caption: str, path: Path) -> None:
+def write(
+    panels: Sequence[Panel], columns: int, caption: str, path: Path, legend_columns: int = 5
+) -> None:
+    """An SVG file of the panels, row by row, under a legend of all their lines."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
     rows = math.ceil(len(panels) / columns)
     stacked = columns == 1
+    labels = {line.label for panel in panels for line in panel.lines if line.label}
+    height = 0.3 + 0.2 * math.ceil(len(labels) / legend_columns) + 2.5 * rows
     with style.context(["default", STYLE]):
-        figure = Figure(figsize=(max(6.5, 3 * columns), 0.5 + 2.5 * rows), layout="constrained")
+        figure = Figure(figsize=(max(6.5, 3 * columns), height), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, sharex=stacked, sharey=not stacked)
         for axes in grid.flat[len(panels) :]:
             axes.remove()
@@ -268,7 +278,10 @@ def _write(panels: Sequence[Panel], columns: int, caption: str, path: Path) -> N
             if index % columns == 0:
                 axes.set_ylabel(panel.y)
         figure.legend(
-            legend.values(), legend.keys(), loc="outside upper center", ncols=min(5, len(legend))
+            legend.values(),
+            legend.keys(),
+            loc="outside upper center",
+            ncols=min(legend_columns, len(legend)),
         )
         metadata = {"Title": caption, "Date": None, "Creator": None}
         figure.savefig(path, format="svg", metadata=metadata)
@@ -285,8 +298,8 @@ def _set_axes(axes: Any, panel: Panel) -> None:
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(plain)
-    if "y" not in panel.log:
-        axes.set_ylim(bottom=0)
+    if "y" not in panel.log and panel.bottom is not None:
+        axes.set_ylim(bottom=panel.bottom)
     if panel.ticks:
         axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
     if panel.mark is not None:

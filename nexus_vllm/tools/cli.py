@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 import nexus_vllm
-from nexus_vllm.tools import bench, doctor, profile, soak
+from nexus_vllm.tools import bench, doctor, evaluate, profile, soak
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nexus-vllm", description=nexus_vllm.__doc__)
     parser.add_argument("--version", action="version", version=nexus_vllm.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (doctor, profile, bench, soak):
+    for command in (doctor, profile, evaluate, bench, soak):
         command.add_to(commands)
     args = parser.parse_args(argv)
     code: int = args.run(args)

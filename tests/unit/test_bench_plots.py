@@ -61,9 +61,9 @@ def texts(path: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _said_nothing_yet() -> Iterator[None]:
-    bench_plots._installed.cache_clear()
+    bench_plots.installed.cache_clear()
     yield
-    bench_plots._installed.cache_clear()
+    bench_plots.installed.cache_clear()
 
 
 @pytest.mark.parametrize(

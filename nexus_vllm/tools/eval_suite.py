@@ -1,0 +1,264 @@
+"""What `nexus-vllm eval` asks: suites are YAML files, shipped in configs/suites or a user's own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from nexus_vllm.config import PRESET_SUFFIX, config_folder, nearest, shown
+
+BLOCK = 32
+SETTINGS = ("in-window", "later")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Fact(_Part):
+    """A sentence to plant, with `{}` for the value, and what asks for it."""
+
+    sentence: str
+    question: str
+    begin: str
+    """How the answer begins; the model goes on with the value."""
+    values: str
+    """A list of `words`, or `digits`."""
+
+    @model_validator(mode="after")
+    def _one_value(self) -> "Fact":
+        if "{}" not in self.sentence:
+            raise ValueError(f"sentence {shown(self.sentence)} has no {{}} for the value")
+        return self
+
+
+class Haystack(_Part):
+    """Where texts come from: one of the sources below, or a UTF-8 file."""
+
+    source: Literal["noise", "python-reference", "common-words"] | None = None
+    file: Path | None = None
+    count: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "Haystack":
+        if (self.source is None) == (self.file is None):
+            raise ValueError("a haystack has a source or a file")
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.source or self.file.stem  # type: ignore[union-attr]
+
+
+class FactTask(_Part):
+    """Facts of the suite's templates, each asked for by its own question."""
+
+    task: Literal["fact"]
+    questions: int = Field(ge=1)
+    twice: bool = False
+
+    @property
+    def name(self) -> str:
+        return "fact twice" if self.twice else "fact"
+
+
+class PasskeyTask(_Part):
+    task: Literal["passkey"]
+    digits: int = Field(default=5, ge=1)
+    questions: Literal[1] = 1
+
+    @property
+    def name(self) -> str:
+        return self.task
+
+
+class CopyTask(_Part):
+    """Phrases of random words; the first `cue` of them are given."""
+
+    task: Literal["copy"]
+    questions: int = Field(ge=1, le=8)
+    words: int = Field(default=12, ge=2)
+    cue: int = Field(default=4, ge=1)
+    values: str = "nouns"
+
+    @property
+    def name(self) -> str:
+        return self.task
+
+
+class QuoteTask(_Part):
+    """Passages of the haystack itself, so for haystacks of real text only."""
+
+    task: Literal["quote"]
+    questions: int = Field(ge=1)
+    cue: int = Field(default=10, ge=1)
+    words: int = Field(default=10, ge=1)
+
+    @property
+    def name(self) -> str:
+        return self.task
+
+
+class NeedleTask(_Part):
+    """RULER's needles: `keys` of them with `values` numbers each, `questions` keys asked for.
+
+    More than one value is scored by the share that the reply holds, in any order.
+    """
+
+    task: Literal["needle"]
+    label: str
+    questions: int = Field(ge=1)
+    keys: int = Field(default=1, ge=1)
+    values: int = Field(default=1, ge=1)
+    digits: int = Field(default=7, ge=1)
+    sentence: str = "One of the special magic numbers for {key} is: {value}."
+    ask: str = (
+        "\n\nWhat is the special magic number for {key} mentioned in the provided text?"
+        " The special magic number for {key} mentioned in the provided text is"
+    )
+
+    @model_validator(mode="after")
+    def _enough_keys(self) -> "NeedleTask":
+        if self.questions > self.keys:
+            raise ValueError(f"questions={self.questions} is not allowed: use keys={self.keys}")
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+
+class VariablesTask(_Part):
+    """RULER's variable tracking: a chain of `hops` assignments after a first one."""
+
+    task: Literal["variables"]
+    questions: int = Field(default=1, ge=1)
+    hops: int = Field(default=4, ge=1)
+
+    @property
+    def name(self) -> str:
+        return self.task
+
+
+class CommonWordsTask(_Part):
+    """RULER's word extraction; the haystack must be `common-words`."""
+
+    task: Literal["common-words"]
+    questions: Literal[1] = 1
+
+    @property
+    def name(self) -> str:
+        return self.task
+
+
+Task = Annotated[
+    FactTask | PasskeyTask | CopyTask | QuoteTask | NeedleTask | VariablesTask | CommonWordsTask,
+    Field(discriminator="task"),
+]
+
+
+class Group(_Part):
+    """Tasks that share haystacks: each of these texts holds and answers all of them."""
+
+    haystacks: tuple[Haystack, ...] = Field(min_length=1)
+    tasks: tuple[Task, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _fitting(self) -> "Group":
+        made = [h.name for h in self.haystacks if h.source in ("noise", "common-words")]
+        for task in self.tasks:
+            if task.task == "quote" and made:
+                raise ValueError(f"nothing is worth quoting in a haystack of {made[0]}")
+            if task.task == "common-words" and {h.source for h in self.haystacks} != {task.task}:
+                raise ValueError("the task common-words needs haystacks of source common-words")
+        return self
+
+
+class Suite(_Part):
+    """One file. `prompt_tokens`: of each haystack, in whole blocks; the question comes after it."""
+
+    name: str
+    about: str
+    seed: int = 0
+    prompt_tokens: int = Field(ge=8 * BLOCK, multiple_of=BLOCK)
+    settings: tuple[Literal["in-window", "later"], ...] = ("in-window", "later")
+    budgets: tuple[str, ...] = ("50%", "20%", "10%")
+    depths: tuple[float, float] = (0.05, 0.85)
+    """First and last place of what is planted, as shares of the haystack."""
+    groups: tuple[Group, ...] = Field(min_length=1)
+    facts: tuple[Fact, ...] = ()
+    words: dict[str, tuple[str, ...]] = {}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Suite":
+        if not 0 <= self.depths[0] < self.depths[1] <= 0.95:
+            raise ValueError(f"depths={list(self.depths)} must rise within 0 to 0.95")
+        for fact in self.facts:
+            self._list(fact.values)
+        for group in self.groups:
+            asked = sum(task.questions for task in group.tasks if task.task == "fact")
+            if asked > len(self.facts):
+                raise ValueError(f"{asked} facts are asked for and {len(self.facts)} given")
+            for task in group.tasks:
+                if task.task == "copy":
+                    self._list(task.values)
+                if task.task in ("needle", "common-words"):
+                    self._list("nouns")
+        return self
+
+    def _list(self, name: str) -> None:
+        if name != "digits" and not self.words.get(name):
+            known = ", ".join(["digits", *self.words])
+            raise ValueError(f"values {shown(name)} is no list of words; known: {known}")
+
+
+def suites() -> list[str]:
+    """Names of the shipped suites."""
+    found = (config_folder() / "suites").glob(f"*{PRESET_SUFFIX}")
+    return sorted(path.name.removesuffix(PRESET_SUFFIX) for path in found)
+
+
+def load(source: str, **overrides: object) -> Suite:
+    """A shipped suite by name, or a file; `overrides` that are not None win over it.
+
+    Files of haystacks are looked for beside the suite's. Raises ValueError with key and reason.
+    """
+    path = config_folder() / "suites" / (source + PRESET_SUFFIX) if source in suites() else None
+    path = path or Path(source)
+    if not path.is_file():
+        raise ValueError(f"{source!r} is no file and no suite. {nearest(source, suites())}")
+    try:
+        told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    if not isinstance(told, dict):
+        raise ValueError(f"{path} must be a mapping, not {shown(told)}")
+    told |= {key: value for key, value in overrides.items() if value is not None}
+    try:
+        suite = Suite.model_validate(told)
+    except ValidationError as error:
+        raise ValueError(f"{path}: " + "; ".join(map(_told, error.errors()))) from None
+    groups = tuple(
+        group.model_copy(update={"haystacks": _placed(group.haystacks, path.parent)})
+        for group in suite.groups
+    )
+    return suite.model_copy(update={"groups": groups})
+
+
+def _placed(haystacks: Sequence[Haystack], folder: Path) -> tuple[Haystack, ...]:
+    placed = []
+    for haystack in haystacks:
+        if haystack.file is not None:
+            file = folder / haystack.file.expanduser()
+            if not file.is_file():
+                raise ValueError(f"haystack {file} is no file")
+            haystack = haystack.model_copy(update={"file": file})
+        placed.append(haystack)
+    return tuple(placed)
+
+
+def _told(error: object) -> str:
+    place = ".".join(map(str, error["loc"]))  # type: ignore[index]
+    return f"{place}: {error['msg']}" if place else str(error["msg"])  # type: ignore[index]

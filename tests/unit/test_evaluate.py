@@ -1,0 +1,403 @@
+"""`nexus-vllm eval` against a server that answers in memory: resuming, refusals, faults."""
+
+import argparse
+import io
+import itertools
+import json
+import os
+import signal
+import threading
+import urllib.error
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nexus_vllm.config import POLICIES, Settings
+from nexus_vllm.tools import cli, evaluate
+from nexus_vllm.tools.bench_servers import Server
+from nexus_vllm.tools.eval_plan import FORCED, Method
+
+SUITE = {
+    "name": "mine",
+    "about": "small",
+    "prompt_tokens": 512,
+    "budgets": ["50%", "25%"],
+    "groups": [
+        {
+            "haystacks": [{"source": "noise", "count": 2}],
+            "tasks": [{"task": "passkey"}, {"task": "variables", "hops": 1}],
+        }
+    ],
+}
+PER_STAGE = 4 * 2 * 2  # questions, settings, methods
+
+
+class Answering(Server):
+    """Right where nothing is evicted and for nexus, wrong for the others; one haystack is cached.
+
+    Subclasses go wrong.
+    """
+
+    forced = True
+
+    def __init__(self) -> None:
+        self.name, self.url, self.command = "server", "http://x", "vllm serve MODEL"
+        self.asked: list[dict[str, Any]] = []
+        self.cached: tuple[int, ...] = ()
+        self.queries = self.hits = 0
+        self.lock = threading.Lock()
+        self.settings = Settings(chunk=256).to_json()
+
+    def get(self, path: str) -> str:
+        if path == "/metrics":
+            return (
+                f'vllm:prefix_cache_queries_total{{engine="0"}} {self.queries}\n'
+                f'vllm:prefix_cache_hits_total{{engine="0"}} {self.hits}\n'
+            )
+        if path == "/kv_eviction":
+            return json.dumps({"settings": self.settings, "versions": {"vllm": "0.32"}})
+        assert path == "/v1/models"
+        return json.dumps({"data": [{"id": "small", "root": "folder/small"}]})
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/tokenize":
+            begin = [1] if body["add_special_tokens"] else []
+            return {"tokens": begin + encode(body["prompt"])}
+        with self.lock:
+            self.asked.append(body)
+            self.look_up(tuple(body["prompt"][:512]), len(body["prompt"]))
+        return self.reply(body, body["vllm_xargs"])
+
+    def look_up(self, haystack: tuple[int, ...], tokens: int) -> None:
+        self.queries += tokens
+        self.hits += 480 if self.cached == haystack else 0
+        self.cached = haystack
+
+    def reply(self, body: dict[str, Any], xargs: dict[str, Any]) -> dict[str, Any]:
+        right = xargs["kv_policy"] in ("none", "nexus")
+        ids = xargs.get(FORCED, [3] * body["max_tokens"])
+        steps = [{f"token_id:{i}": -0.1 if right else -4.0, "token_id:0": -2.0} for i in ids]
+        said = [i if right or self.forced or not n else 0 for n, i in enumerate(ids)]
+        told = [step[f"token_id:{i}"] for i, step in zip(said, steps, strict=True)]
+        names = [f"token_id:{i}" for i in said]
+        logprobs = {"tokens": names, "token_logprobs": told, "top_logprobs": steps}
+        choice = {"text": " nothing", "logprobs": logprobs}
+        return {"choices": [choice], "kv_transfer_params": {"kv_eviction": self.record(xargs)}}
+
+    def record(self, xargs: dict[str, Any]) -> dict[str, Any]:
+        budget = xargs.get("kv_budget")
+        return {
+            "policy": xargs["kv_policy"],
+            "allocator": xargs.get("kv_allocator", "uniform"),
+            "budget_tokens": budget and int(budget),
+            "evicted_blocks": 8 if budget else 0,
+        }
+
+
+def encode(text: str) -> list[int]:
+    """A token for each character: short texts do."""
+    return [2 + ord(character) % 90 for character in text]
+
+
+class Ours:
+    """As evaluate.Own, without a model."""
+
+    served, cpu, name, settings = "m", True, "small", Settings()
+    first = (1,)
+    encode = staticmethod(encode)
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.told = server, {"model": "small 1", "versions": "vllm 0.32"}
+        self.chunks: list[int | None] = []
+
+    def identity(self) -> dict[str, str]:
+        return self.told
+
+    def settings_of(self, stage: Any) -> Settings:
+        return Settings(chunk=stage.chunk) if stage.chunk else self.settings
+
+    @contextmanager
+    def serving(self, stage: Any, made: Any) -> Iterator[Server]:
+        self.chunks.append(stage.chunk)
+        yield self.server
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Runs the command with a server of ours: exit code, output, and that server's host."""
+
+    def run(server: Server, *more: str, **identity: str) -> tuple[int, Ours]:
+        host = Ours(server)
+        host.told = host.told | identity
+        monkeypatch.setattr(evaluate, "Own", lambda args: host)
+        suite = tmp_path / "mine.yaml"
+        suite.write_text(yaml.safe_dump(SUITE))
+        given = ["--suite", str(suite), "--out", str(tmp_path / "out")]
+        argv = ["eval", "MODEL", *given, "--policies", "nexus,random", *more]
+        if "--allocators" not in more:
+            argv += ["--allocators", "uniform"]
+        return cli.main(argv), host
+
+    monkeypatch.setattr(evaluate, "Own", Ours)
+    return run
+
+
+def lines(tmp_path: Path) -> list[dict[str, Any]]:
+    text = (tmp_path / "out" / "results.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_run_asks_everything_once_and_writes_a_report(
+    command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Answering()
+    code, host = command(server)
+    assert code == 0
+    assert host.chunks == [256, 384]
+    found = lines(tmp_path)
+    assert len(found) == len(server.asked) == 4 + 2 * PER_STAGE
+    assert all(line["blind"] == (line["setting"] == "later") for line in found)
+    by_policy = {p: [x for x in found if x["policy"] == p] for p in ("none", "nexus", "random")}
+    keys = [x for x in by_policy["nexus"] if x["task"] == "passkey"]
+    assert {x["score"] for x in keys} == {1.0}
+    assert keys[0]["logprob"] == pytest.approx(-0.1 * keys[0]["tokens"])
+    assert {x["score"] for x in by_policy["random"]} == {0.0}
+    assert {x["score"] for x in found if x["task"] == "variables"} == {0.0}
+    report = (tmp_path / "out" / "eval.md").read_text()
+    assert f"results: {len(found)} of {len(found)}; the last run took" in report
+    assert "computed more than once" not in report
+    assert "- server: vllm serve MODEL" in report
+    told = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert [p["due"] for p in told["passes"]] == [480 * 9] * 2 + [480 * 7] * 2
+    assert "| nexus, uniform |" in capsys.readouterr().out
+
+
+def test_all_requests_about_a_haystack_come_in_a_row(command: Any) -> None:
+    server = Answering()
+    command(server, "--concurrency", "3")
+    prompts = [tuple(body["prompt"][:512]) for body in server.asked]
+    changes = sum(a != b for a, b in itertools.pairwise(prompts))
+    assert changes == 3  # two haystacks, two starts
+    assert server.hits == 480 * (len(prompts) - 4)
+
+
+def test_a_stopped_run_goes_on_where_it_stopped(command: Any, tmp_path: Path) -> None:
+    class Stopping(Answering):
+        def reply(self, body: dict[str, Any], xargs: dict[str, Any]) -> dict[str, Any]:
+            if len(self.asked) == 10:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().reply(body, xargs)
+
+    assert command(Stopping())[0] == 130
+    assert 9 <= len(lines(tmp_path)) <= 10
+    assert "results: " in (tmp_path / "out" / "eval.md").read_text()
+    # The last line may have been cut off.
+    path = tmp_path / "out" / "results.jsonl"
+    path.write_text(path.read_text()[:-20])
+    kept = len(path.read_text().splitlines()) - 1
+    server = Answering()
+    assert command(server)[0] == 0
+    assert len(server.asked) == 4 + 2 * PER_STAGE - kept
+    assert len({tuple(x[f] for f in FIELDS) for x in lines(tmp_path)}) == 4 + 2 * PER_STAGE
+    again = Answering()
+    code, host = command(again)
+    assert (code, again.asked, host.chunks) == (0, [], [])
+    report = (tmp_path / "out" / "eval.md").read_text()
+    assert f"{4 + 2 * PER_STAGE - kept} requests in" in report  # a pass cut off is not told of
+    assert "- server: vllm serve MODEL" in report
+
+
+FIELDS = ("sample", "question", "setting", "policy", "allocator", "budget", "seed")
+
+
+def test_more_can_be_asked_later_and_the_report_is_of_what_is_asked(
+    command: Any, tmp_path: Path
+) -> None:
+    command(Answering(), "--settings", "in-window", "--limit", "1")
+    assert len(lines(tmp_path)) == 1 + 4
+    server = Answering()
+    command(server, "--settings", "in-window", "--limit", "2", "--seeds", "0,1")
+    assert len(server.asked) == 1 + 4 + 8
+    command(Answering(), "--settings", "in-window", "--limit", "1")
+    assert "results: 5 of 5" in (tmp_path / "out" / "eval.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "identity", "told"),
+    [
+        (["--prompt-tokens", "544"], {}, "suite was mine"),
+        ([], {"model": "other 2"}, "model was small 1, now other 2"),
+        ([], {"versions": "vllm 0.33"}, "versions was vllm 0.32, now vllm 0.33"),
+    ],
+)
+def test_results_of_something_else_are_not_mixed_in(
+    command: Any,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    more: list[str],
+    identity: dict[str, str],
+    told: str,
+) -> None:
+    command(Answering(), "--limit", "1")
+    before = (tmp_path / "out" / "results.jsonl").read_bytes()
+    server = Answering()
+    assert command(server, "--limit", "1", *more, **identity)[0] == 1
+    assert told in capsys.readouterr().err
+    assert server.asked == []
+    assert (tmp_path / "out" / "results.jsonl").read_bytes() == before
+
+
+def refusal(status: int, text: str) -> urllib.error.HTTPError:
+    return urllib.error.HTTPError("", status, "", Message(), io.BytesIO(text.encode()))
+
+
+class Failing(Answering):
+    def reply(self, body: dict[str, Any], xargs: dict[str, Any]) -> dict[str, Any]:
+        if xargs["kv_policy"] == "random":
+            raise refusal(500, "policy random: division by zero")
+        return super().reply(body, xargs)
+
+
+def test_a_policy_that_fails_is_told_of_and_the_others_go_on(command: Any, tmp_path: Path) -> None:
+    assert command(Failing())[0] == 1
+    assert {line["policy"] for line in lines(tmp_path)} == {"none", "nexus"}
+    report = (tmp_path / "out" / "eval.md").read_text()
+    assert "**16 requests failed**" in report
+    assert "random, uniform, 50%: HTTP 500: policy random: division by zero" in report
+    server = Answering()
+    assert command(server)[0] == 0
+    assert {body["vllm_xargs"]["kv_policy"] for body in server.asked} == {"random"}
+
+
+class Refusing(Answering):
+    def reply(self, body: dict[str, Any], xargs: dict[str, Any]) -> dict[str, Any]:
+        raise refusal(400, "kv_allocator='lu' is not allowed")
+
+
+class Gone(Answering):
+    def reply(self, body: dict[str, Any], xargs: dict[str, Any]) -> dict[str, Any]:
+        raise ConnectionResetError
+
+
+class Keeping(Answering):
+    """Evicts nothing, whatever it is asked."""
+
+    def record(self, xargs: dict[str, Any]) -> dict[str, Any]:
+        return {**super().record(xargs), "evicted_blocks": 0}
+
+
+class Stock(Answering):
+    """Knows nothing of evictions."""
+
+    def reply(self, body: dict[str, Any], xargs: dict[str, Any]) -> dict[str, Any]:
+        return {**super().reply(body, xargs), "kv_transfer_params": None}
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [
+        (Refusing, "HTTP 400: kv_allocator='lu' is not allowed"),
+        (Gone, "the server does not answer: ConnectionResetError()"),
+        (Keeping, "0 blocks evicted with a budget of 256 tokens"),
+        (Stock, "asked for policy none, served with None"),
+    ],
+)
+def test_a_server_that_does_not_do_as_asked_stops_the_run(
+    command: Any, capsys: pytest.CaptureFixture[str], server: type[Answering], told: str
+) -> None:
+    assert command(server())[0] == 1
+    assert told in capsys.readouterr().err
+
+
+def test_a_cache_that_does_not_hold_is_told_of(command: Any, tmp_path: Path) -> None:
+    class Forgetting(Answering):
+        def look_up(self, haystack: tuple[int, ...], tokens: int) -> None:
+            super().look_up(haystack, tokens)
+            self.cached = ()
+
+    command(Forgetting())
+    assert "computed more than once: 1 noise" in (tmp_path / "out" / "eval.md").read_text()
+
+
+def test_a_server_that_forces_nothing_is_measured_up_to_the_first_wrong_token(
+    command: Any, tmp_path: Path
+) -> None:
+    class Free(Answering):
+        forced = False
+
+    command(Free())
+    wrong = [x for x in lines(tmp_path) if x["policy"] == "random" and x["task"] == "passkey"]
+    assert {(x["score"], x["whole"], x["logprob"]) for x in wrong} == {(0.0, False, -4.0)}
+    assert "16 answers were not forced" not in (tmp_path / "out" / "eval.md").read_text()
+    assert f"{len(wrong)} answers were not forced" in (tmp_path / "out" / "eval.md").read_text()
+
+
+def test_by_default_every_policy_is_asked_on_equal_terms_and_nexus_as_it_is_served() -> None:
+    found = evaluate._methods(None, None)
+    assert [m.policy for m in found if m.allocator == "uniform"] == list(POLICIES)
+    assert [m for m in found if m.allocator != "uniform"] == [Method("nexus", "auto")]
+    assert evaluate._methods(["random"], ["lu", "ada"]) == [
+        Method("random", "lu"),
+        Method("random", "ada"),
+    ]
+
+
+def remote(monkeypatch: pytest.MonkeyPatch, server: Answering) -> Callable[[str], Any]:
+    monkeypatch.setattr(evaluate, "At", lambda url: server)
+
+    def made(model: str) -> evaluate.Remote:
+        args = {"base_url": "http://x/v1", "kv_eviction_config": None, "serve_args": []}
+        return evaluate.Remote(argparse.Namespace(model=model, **args))
+
+    return made
+
+
+def test_a_server_at_a_url_is_asked_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any
+) -> None:
+    server = Answering()
+    made = remote(monkeypatch, server)
+    for model in ("small", "folder/small"):
+        host = made(model)
+        assert (host.served, host.settings.chunk) == ("small", 256)
+        assert host.first == [1]
+        assert host.encode("ab") == encode("ab")
+    with pytest.raises(ValueError, match="serves small, not large"):
+        made("large")
+    suite = tmp_path / "mine.yaml"
+    suite.write_text(yaml.safe_dump(SUITE))
+    argv = ["eval", "small", "--suite", str(suite), "--out", str(tmp_path / "out")]
+    argv += ["--base-url", "http://x", "--policies", "nexus", "--settings", "later"]
+    assert cli.main(argv) == 0
+    # 50 %: one cut at 8 + 8 of 16 blocks; 25 %: at 4 + 8.
+    blind = {x["budget"]: x["blind"] for x in lines(tmp_path) if x["allocator"] == "uniform"}
+    assert blind == {"50%": 1.0, "25%": 0.75}
+    assert "- versions: vllm 0.32\n" in (tmp_path / "out" / "eval.md").read_text()
+
+
+def test_a_server_without_eviction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(Answering):
+        def get(self, path: str) -> str:
+            raise refusal(404, "")
+
+    with pytest.raises(ValueError, match=r"HTTP 404 .* start it with --kv-eviction"):
+        remote(monkeypatch, Plain())("small")
+
+
+def test_options_of_our_server_do_not_go_with_a_url(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    argv = ["eval", "m", "--out", str(tmp_path), "--base-url", "http://x", "--serve-args=--x"]
+    assert cli.main(argv) == 1
+    assert "are for a server of ours" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad", [["--settings", "never"], ["--limit", "0"], ["--seeds", "x"]])
+def test_bad_options_are_refused(tmp_path: Path, bad: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "m", "--out", str(tmp_path), *bad])
