@@ -184,6 +184,7 @@ def uses() -> dict[type, tuple[str, ...]]:
         ),
         RequestQueue: ("peek_request()",),
         Request: (
+            "block_hashes",
             "client_index",
             "get_finished_reason()",
             "max_tokens",
