@@ -138,7 +138,8 @@ class _Exchange:
             body += message.get("body", b"")
             more = message.get("more_body", False)
         try:
-            merged, self.directive = merge(self.headers, bytes(body), self.settings)
+            beams = self.path.endswith("/completions")  # other routes have no such field
+            merged, self.directive = merge(self.headers, bytes(body), self.settings, beams)
         except _Refusal as refusal:
             rejected(refusal.reason)
             self.refusal = _bad_request(self.path, refusal)
@@ -166,9 +167,12 @@ class _Refusal(Exception):
         self.reason = reason or error.reason
 
 
-def merge(headers: Headers, body: bytes, settings: Settings) -> tuple[bytes, Directive]:
+def merge(
+    headers: Headers, body: bytes, settings: Settings, beams: bool
+) -> tuple[bytes, Directive]:
     """The body with the headers' directives in its `vllm_xargs`, and the resulting directive.
 
+    beams: whether the body may ask for beam search, to which no directive applies.
     A body that is no JSON object passes as it is, for vLLM to refuse. Raises _Refusal.
     """
     asked = _from_headers(headers, settings)
@@ -211,7 +215,7 @@ def merge(headers: Headers, body: bytes, settings: Settings) -> tuple[bytes, Dir
                 ),
                 "conflict",
             )
-    if content.get("use_beam_search"):
+    if beams and content.get("use_beam_search"):
         if asked or xargs.keys() & set(DIRECTIVE_KEYS):
             raise _Refusal(beam_search_refusal(), "body")
         return body, _directive({"kv_policy": "none"}, settings)

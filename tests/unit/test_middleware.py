@@ -110,8 +110,9 @@ async def test_beams_are_reported_as_never_evicted(client: httpx.AsyncClient, bo
     response = await client.post(PATHS[0], content=body)
     assert response.json()["raw"] == len(body)
     assert response.headers["X-KV-Eviction"].startswith("policy=none; budget=full")
-    response = await client.post(PATHS[0], json={"use_beam_search": False})
-    assert response.headers["X-KV-Eviction"].startswith("policy=nexus")
+    for path, asked in ((PATHS[0], False), (PATHS[2], True), (PATHS[3], True)):
+        response = await client.post(path, json={"use_beam_search": asked})
+        assert response.headers["X-KV-Eviction"].startswith("policy=nexus")
 
 
 @pytest.mark.parametrize("escape", [False, True], ids=["plain", "escaped"])
