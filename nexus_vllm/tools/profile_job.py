@@ -56,8 +56,8 @@ class Job:
         policy = policies.make(self.score, self.parameters or {})
         if policy.needs_values or policy.needs_rope:
             raise ValueError(
-                f"score {self.score!r} reads values, which are not recorded here; profile nexus or "
-                "snapkv instead, and ask for the policy with --kv-allocator lu"
+                f"score {self.score!r} reads values, which are not recorded here; profile nexus, "
+                "and ask that server with X-KV-Policy and X-KV-Allocator: lu"
             )
         object.__setattr__(self, "parameters", asdict(policy))  # type: ignore[call-overload]
         if self.oracle not in ("future", "replay"):

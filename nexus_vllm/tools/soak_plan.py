@@ -127,7 +127,7 @@ MALFORMED: tuple[tuple[Mapping[str, str], Body, str, str], ...] = (
         ({"X-KV-Budget": value}, {}, "X-KV-Budget", "budget")
         for value in ("", "0", "127", "12 tokens", "101%", "1e3")
     ),
-    ({"X-KV-Policy": "h2o"}, {}, "X-KV-Policy", "policy"),
+    ({"X-KV-Policy": "nexsus"}, {}, "X-KV-Policy", "policy"),
     ({"X-KV-Seed": "-1"}, {}, "X-KV-Seed", "seed"),
     ({"X-KV-Prefill": "chunked"}, {}, "X-KV-Prefill", "prefill"),
     ({"X-KV-Allocator": "even"}, {}, "X-KV-Allocator", "allocator"),

@@ -310,6 +310,7 @@ def kv_sharing_layer() -> None:
 
     stock = Attention.__init__
 
+    @functools.wraps(stock)  # drift reads what it assigns
     def sharing(self: Any, *args: Any, prefix: str = "", **kwargs: Any) -> None:
         if ".1." in prefix:
             kwargs["kv_sharing_target_layer_name"] = "model.layers.0.self_attn.attn"
@@ -347,6 +348,7 @@ def change_layer(index: int, **attributes: Any) -> None:
 
     stock = Attention.__init__
 
+    @functools.wraps(stock)  # drift reads what it assigns
     def changed(self: Any, *args: Any, prefix: str = "", **kwargs: Any) -> None:
         stock(self, *args, prefix=prefix, **kwargs)
         if f".{index}." in prefix:

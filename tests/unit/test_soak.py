@@ -15,9 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
-from nexus_vllm.config import ALLOCATORS, POLICIES
+from nexus_vllm.config import ALLOCATORS, POLICIES, Settings
 from nexus_vllm.server.metrics import REJECTIONS
+from nexus_vllm.server.middleware import merge
 from nexus_vllm.tools import bench_servers, soak
 from nexus_vllm.tools.bench_servers import Server
 from nexus_vllm.tools.soak_plan import (
@@ -530,6 +532,17 @@ def test_a_seed_draws_the_same_requests_in_any_order() -> None:
     planner, order = Planner(5), list(range(300))
     random.Random(0).shuffle(order)
     assert all(planner.ask(index) == asked[index] for index in order)
+
+
+@pytest.mark.parametrize(("headers", "more", "named", "reason"), MALFORMED)
+def test_what_must_be_refused_is_malformed(
+    headers: Mapping[str, str], more: Any, named: str, reason: str
+) -> None:
+    """A policy's name, say, that was none once."""
+    body = json.dumps({"prompt": "x", **more}).encode()
+    with pytest.raises(Exception, match=named) as refusal:
+        merge(Headers(headers), body, Settings(budget_floor=128), True)
+    assert refusal.value.reason == reason
 
 
 def test_the_plan_has_everything_in_it() -> None:
