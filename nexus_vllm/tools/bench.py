@@ -29,8 +29,8 @@ from nexus_vllm.tools.bench_servers import (
     Pair,
     compare,
     device_options,
+    run_command,
     say,
-    sigterm_as_interrupt,
 )
 
 LOAD = "PROMPT+OUTPUTxREQUESTS tokens and requests, all at once or with @CONCURRENCY"
@@ -91,19 +91,10 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and write. Returns 1 when something is refused or fails, with the reason."""
-    try:
-        with sigterm_as_interrupt():
-            _run(args)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"nexus-vllm bench: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nnexus-vllm bench: stopped; the parts that were done are written", file=sys.stderr)
-        return 130
-    return 0
+    return run_command("bench", lambda: _run(args), "stopped; the parts that were done are written")
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace) -> int:
     args.given, args.model = args.model, model_folder(args.model)
     args.cpu = not gpu()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -131,6 +122,7 @@ def _run(args: argparse.Namespace) -> None:
             for line in part.summary:
                 say(f"part {letter}: {line}")
     print(args.out / "report.md")
+    return 0
 
 
 def _kept(args: argparse.Namespace, told: dict[str, Any]) -> list[Part]:

@@ -79,6 +79,20 @@ def sigterm_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def run_command(name: str, work: Callable[[], int], stopped: str = "stopped") -> int:
+    """The exit status of a subcommand: `work`'s, 1 with the reason where it raises, 130 where it is
+    interrupted; SIGTERM interrupts, too. `stopped`: what is said then."""
+    try:
+        with sigterm_as_interrupt():
+            return work()
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"nexus-vllm {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\nnexus-vllm {name}: {stopped}", file=sys.stderr)
+        return 130
+
+
 def vllm_command() -> str:
     """The `vllm` of this Python."""
     return str(Path(sys.executable).parent / "vllm")

@@ -43,8 +43,8 @@ from nexus_vllm.tools.bench_servers import (
     Server,
     device_options,
     metric,
+    run_command,
     say,
-    sigterm_as_interrupt,
 )
 from nexus_vllm.tools.eval_plan import (
     Job,
@@ -106,15 +106,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 1 where something is refused or a request fails, with the reason."""
-    try:
-        with sigterm_as_interrupt():
-            return _run(args)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"nexus-vllm eval: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nnexus-vllm eval: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+    return run_command("eval", lambda: _run(args), "stopped; the same command goes on from here")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ import argparse
 import http.client
 import json
 import shlex
-import sys
 import time
 import urllib.error
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from nexus_vllm.server.middleware import RESPONSE_HEADER
 from nexus_vllm.server.routes import REQUESTS
 from nexus_vllm.tools.bench import gpu, machine, model_folder
 from nexus_vllm.tools.bench_report import BLOCK, pool_blocks
-from nexus_vllm.tools.bench_servers import Server, device_options, say, sigterm_as_interrupt
+from nexus_vllm.tools.bench_servers import Server, device_options, run_command, say
 from nexus_vllm.tools.soak_plan import (
     BUDGET_FLOOR,
     COMPLETIONS,
@@ -75,15 +74,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 1 where anything failed."""
-    try:
-        with sigterm_as_interrupt():
-            return _run(args)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"nexus-vllm soak: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nnexus-vllm soak: stopped", file=sys.stderr)
-        return 130
+    return run_command("soak", lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
