@@ -70,13 +70,13 @@ class ExpectedAttention(Policy):
         if obs.rope is None:
             raise ValueError("expected-attention: the observation has no rope")
         rope = obs.rope
-        cos, sin = rope.cos[positions][:, None], rope.sin[positions][:, None]  # [W, 1, R / 2]
+        cos, sin = (of[positions].float()[:, None] for of in (rope.cos, rope.sin))  # [W, 1, R / 2]
         length = cos.square() + sin.square()  # not 1 where the embedding stretches, as YaRN's
         plain = rope.turned(queries, cos / length, -sin / length)
         mean = plain.mean(-3, keepdim=True)
         first = int(positions[-1]) + 1
         ahead = torch.arange(first, first + self.future).clamp(max=len(rope.cos) - 1)
-        turn = rope.cos[ahead].mean(0), rope.sin[ahead].mean(0)
+        turn = rope.cos[ahead].float().mean(0), rope.sin[ahead].float().mean(0)
         return rope.turned(torch.cat([mean, plain - mean], dim=-3), *turn)
 
     @staticmethod
