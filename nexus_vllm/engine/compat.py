@@ -94,9 +94,9 @@ def check_config(vllm_config: "VllmConfig") -> None:
 def wrong_parameters(settings: Settings) -> list[tuple[str, str, str]]:
     """Parameters that a policy does not take, as `refusals`."""
     found = []
-    for name, own in settings.parameters.items():
+    for name in settings.parameters:
         try:
-            policies.make(name, settings, own)
+            policies.make(name, settings)
         except ValueError as error:
             needed = f"parameters.{name} are that policy's own"
             found.append((str(error), needed, "correct --kv-eviction-config"))

@@ -92,6 +92,17 @@ def selection(policy: Policy, settings: Settings, eviction: Eviction) -> dict[st
     return chosen if policy.selector is None else {**chosen, "kind": policy.selector}
 
 
+def circumstances(sequence: Sequence, eviction: Eviction, settings: Settings) -> dict[str, Any]:
+    """What an Observation says of the eviction, whichever rows it shows."""
+    return {
+        "seed": eviction.seed,
+        "event": eviction.event,
+        "new_queries": eviction.computed - sequence.seen,
+        "keep": len(eviction.kept_pages),
+        "prompt_blocks": eviction.prompt_tokens // settings.block_size,
+    }
+
+
 def newest(blocks: Tensor, forced: Tensor, keep: int) -> Tensor:
     """The `keep` blocks of each row that stay where nothing else is known: forced ones, then the
     newest. bool like `blocks`, in which a negative id is no block."""
@@ -123,8 +134,7 @@ class Evictor:
         self.layers = layers
         self.settings = settings
         self.policies: dict[str, Policy] = {
-            name: policies.make(name, settings, settings.parameters.get(name))
-            for name in policies.names()
+            name: policies.make(name, settings) for name in policies.names()
         }
 
     def evict(
@@ -183,15 +193,11 @@ class Evictor:
                     block_ids=blocks[rows],
                     scale=self.layers[rows.start].scale,
                     candidates=~forced[rows],
-                    seed=eviction.seed,
-                    event=eviction.event,
                     layers=layers[rows],
                     values=values,
                     state=None if known is None else known[rows],
-                    new_queries=eviction.computed - sequence.seen,
-                    keep=len(eviction.kept_pages),
-                    prompt_blocks=eviction.prompt_tokens // settings.block_size,
                     rope=self.layers[rows.start].rope,
+                    **circumstances(sequence, eviction, settings),
                 ),
                 settings.smoothing,
             )
@@ -213,7 +219,7 @@ class Evictor:
 
     def _groups(self, policy: Policy, live: int) -> list[slice]:
         """Runs of layers to score at once: alike, and with few enough keys to hold."""
-        if not (policy.needs_window or policy.needs_keys):
+        if not policy.reads_keys:
             return [slice(0, len(self.layers))]
         groups: list[slice] = []
         for row, layer in enumerate(self.layers):
@@ -230,7 +236,7 @@ class Evictor:
         """Keys and values [L, N, Hkv, b, D], as far as the policy needs them."""
         caches, pages = [layer.cache for layer in layers], torch.tensor(eviction.pages)
         keys, values = None, None
-        if policy.needs_window or policy.needs_keys:
+        if policy.reads_keys:
             keys = layers[0].keys.read_all(caches, pages)
         if policy.needs_values:
             layout = layers[0].values

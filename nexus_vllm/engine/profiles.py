@@ -59,7 +59,7 @@ def _facts(
         model.get_total_num_kv_heads(),
         model.get_head_size(),
     )
-    policy = policies.make(settings.policy, settings, settings.parameters.get(settings.policy))
+    policy = policies.make(settings.policy, settings)
     return facts, settings.policy, asdict(policy), settings.block_size  # type: ignore[call-overload]
 
 

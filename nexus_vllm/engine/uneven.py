@@ -15,6 +15,7 @@ from nexus_vllm.engine.evictor import (
     Layer,
     OnError,
     check_agreement,
+    circumstances,
     forced_blocks,
     grown_state,
     newest,
@@ -154,7 +155,7 @@ class UnevenEvictor:
         cake = allocator if isinstance(allocator, Cake) else None
         smoothing = self.settings.smoothing
         looking = policy.needs_window or cake is not None
-        reading = looking or policy.needs_keys
+        reading = policy.reads_keys or cake is not None
         valid, size = holding.valid, state_size(policy, smoothing)
         known = grown_state(sequence.state, ids.shape[-1], size)
         state = torch.full((*ids.shape, size), torch.nan) if size else None
@@ -176,16 +177,12 @@ class UnevenEvictor:
                 block_ids=ids[layer, head, :most],
                 scale=self.layers[0].scale,
                 candidates=candidates[layer, head, :most],
-                seed=eviction.seed,
-                event=eviction.event,
                 layers=rows[layer, head],
                 valid=valid[layer, head, :most],
                 values=self._read(self.layers[0].values, units) if policy.needs_values else None,
                 state=None if known is None else known[layer, head, :most],
-                new_queries=eviction.computed - sequence.seen,
-                keep=len(eviction.kept_pages),
-                prompt_blocks=eviction.prompt_tokens // self.settings.block_size,
                 rope=self.layers[0].rope,
+                **circumstances(sequence, eviction, self.settings),
             )
             weights[pairs, :most], new = score(policy, seen, smoothing)
             if state is not None and new is not None:

@@ -6,7 +6,7 @@ To add one: docs/adding-a-policy.md.
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -85,19 +85,22 @@ def names() -> tuple[str, ...]:
     return tuple(POLICIES)
 
 
-def make(name: str, settings: object = None, parameters: Mapping[str, Any] | None = None) -> Policy:
+def make(name: str, settings: object = None) -> Policy:
     """The policy `name` with the parameters given, the rest at their defaults.
 
-    settings: any object, of which the attributes named like the policy's parameters are taken and
-      the others left alone; or a mapping, which counts as `parameters`.
-    parameters: must all be the policy's own; they win over settings.
+    settings: a mapping of parameters, which must all be the policy's own; or any object, of which
+      the attributes named like the policy's parameters are taken and the others left alone. Its
+      `parameters`, if it has any, hold such mappings by policy, which win over the attributes.
     Raises ValueError on an unknown policy, an unknown parameter, or a bad value.
     """
     if name not in POLICIES:
         raise ValueError(f"policy {name!r} is unknown, choose one of {', '.join(POLICIES)}")
     policy = POLICIES[name]
     known = [field.name for field in fields(policy)]  # type: ignore[arg-type]
-    own = {**(settings if isinstance(settings, Mapping) else {}), **(parameters or {})}
+    if isinstance(settings, Mapping):
+        own = dict(settings)
+    else:
+        own = dict(getattr(settings, "parameters", {}).get(name, {}))
     if unknown := [str(key) for key in own if key not in known]:
         takes = ", ".join(known) or "none"
         raise ValueError(

@@ -169,6 +169,11 @@ class Policy(ABC):
     selector: ClassVar[str | None] = None
     """The one selector this policy makes sense with, over the configured one; None: any."""
 
+    @property
+    def reads_keys(self) -> bool:
+        """Whether keys must be there, with queries or without."""
+        return self.needs_window or self.needs_keys
+
     @abstractmethod
     def weights(self, obs: Observation) -> Tensor:
         """Weights [..., N] float32, finite and >= 0, higher for blocks more worth keeping.

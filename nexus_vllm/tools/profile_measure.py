@@ -214,7 +214,7 @@ def block_weights(
         query_positions=torch.arange(watched.length - seen, watched.length)
         if policy.needs_window
         else None,
-        keys=keys if policy.needs_window or policy.needs_keys else None,
+        keys=keys if policy.reads_keys else None,
         block_ids=ids,
         scale=scale,
         candidates=(~forced).expand(ids.shape),

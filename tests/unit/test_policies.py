@@ -81,7 +81,7 @@ def permuted(obs: Observation, order: Tensor) -> Observation:
 
 def as_seen_by(policy: Policy, obs: Observation) -> Observation:
     """Without what the policy does not ask for."""
-    keys = policy.needs_keys or policy.needs_window
+    keys = policy.reads_keys
     return dataclasses.replace(
         obs,
         queries=obs.queries if policy.needs_window else None,
@@ -187,7 +187,7 @@ def test_a_policy_asks_for_what_it_needs(policy: Policy) -> None:
     """Without one of its inputs it says so; `as_seen_by` has shown that it needs no other."""
     obs = as_seen_by(policy, observe())
     needs = {
-        "keys": policy.needs_window or policy.needs_keys,
+        "keys": policy.reads_keys,
         "queries": policy.needs_window,
         "query_positions": policy.needs_window,
         "values": policy.needs_values,

@@ -80,7 +80,7 @@ def test_names_and_registry_agree() -> None:
 def test_parameters_are_a_policy_s_own_and_of_its_types() -> None:
     settings = Settings(parameters={"snapkv": {"pool": 7, "pooling": "max"}})
     assert wrong_parameters(settings) == []
-    assert policies.make("snapkv", settings, settings.parameters["snapkv"]) == SnapKV(7, "max")
+    assert policies.make("snapkv", settings) == SnapKV(7, "max")
     for own, told in (
         ({"pol": 7}, "no parameter pol; it takes: pool, pooling"),
         ({"pool": 4}, "pool is 4, must be odd"),

@@ -494,7 +494,7 @@ class World:
         kept = has.sum(-1)
         assert kept.sum() == budget * pairs, f"{kept.sum()} blocks kept, not {budget * pairs}"
         assert not (had & ~has)[:, :, self.forced(full)].any(), "a forced block is gone"
-        scored = policy.needs_window or policy.needs_keys
+        scored = policy.reads_keys
         if not allocator.needs_preference and not (allocator.needs_weights and scored):
             self.seen["counts checked exactly"] += 1
             assert np.array_equal(kept, expected.sum(-1)), "a head keeps another number"
