@@ -20,7 +20,7 @@ def plans(
     that is never evicted. A request that wants logprobs of its prompt (`scores_prompt`) has only
     plans that evict nothing before the prompt's end. Raises DirectiveError where there is no plan.
     """
-    size = settings.block_size
+    settings, size = settings.of(directive.policy), settings.block_size
     budget = directive.budget_blocks(prompt_tokens, settings)
     if budget is None:
         if prompt_tokens >= pages * size:

@@ -22,6 +22,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    PrivateAttr,
     ValidationError,
     field_validator,
     model_validator,
@@ -52,6 +53,21 @@ ALLOCATORS = ("uniform", "per-head", "pyramid", "ada", "cake", "lu", "global")
 Selector = Literal["topk", "reservoir", "gumbel", "pareto", "systematic"]
 PREFILL_MODES = ("auto", "oneshot", "streaming")
 DIRECTIVE_KEYS = ("kv_budget", "kv_policy", "kv_allocator", "kv_seed", "kv_prefill")
+ENGINE_WIDE = frozenset(
+    {
+        *("budget", "budget_floor", "allocator", "profile", "block_size", "force_block_size"),
+        *("seed", "trigger", "high_water", "low_water", "prefill"),
+        *("records", "check_integrity", "trace", "variants"),
+    }
+)
+"""Settings that a variant cannot change: a request has its own word on them, or no one has."""
+SCORE = frozenset(
+    {
+        *("policy", "window", "walk_steps", "lam", "eps_tie"),
+        *("heads", "walk_rows", "walk_over", "parameters"),
+    }
+)
+"""Settings that a profile is measured under."""
 # Keys that vLLM itself keeps in SamplingParams.extra_args under our prefix.
 VLLM_KEYS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 
@@ -236,6 +252,7 @@ class Settings(BaseModel):
     decode_temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
     smoothing: float = Field(default=0.0, ge=0, lt=1, allow_inf_nan=False)
     parameters: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
     seed: int = Field(default=0, ge=0, le=MAX_SEED, strict=True)
     # When
     trigger: Literal["budget", "pressure"] = "budget"
@@ -248,6 +265,7 @@ class Settings(BaseModel):
     records: int = Field(default=1024, ge=0, le=65536, strict=True)
     check_integrity: bool = False
     trace: bool = False
+    _varied: dict[str, "Settings"] = PrivateAttr(default_factory=dict)
 
     @field_validator("policy")
     @classmethod
@@ -270,6 +288,21 @@ class Settings(BaseModel):
                 told = f"no policy {shown(policy)}. {nearest(policy, POLICIES)}"
                 raise PydanticCustomError("parameters", "{told}", {"told": told})
         return parameters
+
+    @field_validator("variants")
+    @classmethod
+    def _named_apart(cls, variants: dict[str, Any]) -> dict[str, Any]:
+        for name, changes in variants.items():
+            told = None
+            if not re.fullmatch(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?", name):
+                told = f"{shown(name)}: use at most 64 of a-z, 0-9, '.', '_' and '-'"
+            elif name in (*POLICIES, "none"):
+                told = f"{shown(name)} is a policy; use another name"
+            elif fixed := sorted(ENGINE_WIDE & changes.keys()):
+                told = f"{name} cannot set {', '.join(fixed)}: the same for the whole engine"
+            if told:
+                raise PydanticCustomError("variants", "{told}", {"told": told})
+        return variants
 
     @field_validator("interval", mode="before")
     @classmethod
@@ -297,7 +330,32 @@ class Settings(BaseModel):
             refuse("budget_floor", self.budget_floor, why)
         if self.budget.absolute is not None and self.budget.absolute < least:
             refuse("budget", self.budget, why)
+        base = self.model_dump(mode="json", exclude={"variants"}) if self.variants else {}
+        for name, changes in self.variants.items():
+            try:
+                self._varied[name] = type(self).from_source(base, **changes)
+            except ValueError as error:
+                told = f"variant {name}: {str(error).removeprefix('KV eviction: ')}"
+                raise PydanticCustomError("variants", "{told}", {"told": told}) from None
         return self
+
+    def of(self, policy: str) -> "Settings":
+        """What holds for requests that ask for this policy or variant."""
+        return self._varied.get(policy, self)
+
+    def policy_of(self, name: str) -> str:
+        """The policy that a request for this policy or variant is served with."""
+        return self.of(name).policy if name in self.variants else name
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What a request may name as its policy, beside `none`."""
+        return (*POLICIES, *self.variants)
+
+    @property
+    def widest_window(self) -> int:
+        """Query rows that the engine has to remember."""
+        return max(self.window, *(self.of(name).window for name in self.variants), 1)
 
     @property
     def min_budget_tokens(self) -> int:
@@ -360,7 +418,7 @@ class Settings(BaseModel):
         return self.model_dump(mode="json")
 
     def directive(self, xargs: Mapping[str, Any] | None) -> Directive:
-        """Read the four `kv_*` keys of a request's extra arguments. Raises DirectiveError."""
+        """Read the `kv_*` keys of a request's extra arguments. Raises DirectiveError."""
         xargs = xargs or {}
         for key in xargs:
             name = plain_name(key)
@@ -368,10 +426,12 @@ class Settings(BaseModel):
                 raise DirectiveError(
                     key, xargs[key], "no such directive", nearest(name, DIRECTIVE_KEYS)
                 )
-        policy, budget = self._policy(xargs), self._budget(xargs)
+        policy = self._policy(xargs)
+        budget = self._budget(xargs, self.of(policy).min_budget_tokens)
         allocator = self._allocator(xargs)
         if allocator == "auto":  # a profile is made for one score
-            allocator = "lu" if self.profile and policy == self.policy else "uniform"
+            measured = policy == self.policy or SCORE.isdisjoint(self.variants.get(policy, SCORE))
+            allocator = "lu" if self.profile and measured else "uniform"
         return Directive(
             policy=policy,
             budget=Budget() if policy == "none" else budget,
@@ -383,7 +443,7 @@ class Settings(BaseModel):
     def _policy(self, xargs: Mapping[str, Any]) -> str:
         if "kv_policy" not in xargs:
             return self.policy
-        value, known = xargs["kv_policy"], (*POLICIES, "none")
+        value, known = xargs["kv_policy"], (*self.choices, "none")
         name = value.strip().lower() if isinstance(value, str) else None
         if name not in known:
             limit = "the policies are " + ", ".join(known)
@@ -393,10 +453,10 @@ class Settings(BaseModel):
             raise DirectiveError("kv_policy", value, limit, remedy)
         return name
 
-    def _budget(self, xargs: Mapping[str, Any]) -> Budget:
+    def _budget(self, xargs: Mapping[str, Any], least: int) -> Budget:
         if "kv_budget" not in xargs:
             return self.budget
-        value, least = xargs["kv_budget"], self.min_budget_tokens
+        value = xargs["kv_budget"]
         try:
             budget = Budget.parse(value)
         except ValueError as error:

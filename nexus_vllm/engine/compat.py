@@ -94,12 +94,15 @@ def check_config(vllm_config: "VllmConfig") -> None:
 def wrong_parameters(settings: Settings) -> list[tuple[str, str, str]]:
     """Parameters that a policy does not take, as `refusals`."""
     found = []
-    for name in settings.parameters:
-        try:
-            policies.make(name, settings)
-        except ValueError as error:
-            needed = f"parameters.{name} are that policy's own"
-            found.append((str(error), needed, "correct --kv-eviction-config"))
+    for part in ("", *settings.variants):
+        own = settings.of(part)
+        for name in own.parameters:
+            try:
+                policies.make(name, own)
+            except ValueError as error:
+                where = f"variants.{part}." if part else ""
+                needed = f"{where}parameters.{name} are that policy's own"
+                found.append((str(error), needed, "correct --kv-eviction-config"))
     return found
 
 

@@ -134,7 +134,8 @@ class Evictor:
         self.layers = layers
         self.settings = settings
         self.policies: dict[str, Policy] = {
-            name: policies.make(name, settings) for name in policies.names()
+            name: policies.make(settings.policy_of(name), settings.of(name))
+            for name in settings.choices
         }
 
     def evict(
@@ -156,7 +157,7 @@ class Evictor:
             if on_error is None:
                 raise
             on_error(error)
-            forced = forced_blocks(blocks, eviction.full, self.settings)
+            forced = forced_blocks(blocks, eviction.full, self.settings.of(eviction.policy))
             kept = newest(blocks, forced, len(eviction.kept_pages))
         moved, taken = self._fill(eviction, kept)
         sequence.released, sequence.origin = eviction.target, blocks.gather(1, taken)
@@ -170,7 +171,7 @@ class Evictor:
         self, sequence: Sequence, eviction: Eviction, blocks: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Which live blocks stay, bool [layers, live], and their state [layers, live, S]."""
-        policy, settings = self.policies[eviction.policy], self.settings
+        policy, settings = self.policies[eviction.policy], self.settings.of(eviction.policy)
         forced = forced_blocks(blocks, eviction.full, settings)
         layers = torch.tensor([layer.index for layer in self.layers])
         weights = torch.empty(blocks.shape, dtype=torch.float32)

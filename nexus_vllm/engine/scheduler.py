@@ -280,7 +280,7 @@ class EvictionSchedulerMixin(Scheduler):
             ledger, computed = self.ledgers[request.request_id], request.num_computed_tokens
             hold, first = ledger.hold, ledger.first_computed
             # The newest queries must have been computed, not found in the prefix cache.
-            if hold is None or first is None or computed - first < self.eviction.window:
+            if hold is None or first is None or computed - first < self._window(ledger):
                 continue
             if computed < request.num_prompt_tokens and scores_prompt(request.sampling_params):
                 continue
@@ -360,16 +360,21 @@ class EvictionSchedulerMixin(Scheduler):
         """Choose between one shot and streaming, and cap hits so that the window before the first
         eviction is computed, not looked up."""
         blocks, hit, boundary, diverged = super()._get_local_prefix_cache_hit(request)
-        hold = self.ledgers[request.request_id].hold
+        ledger = self.ledgers[request.request_id]
+        hold = ledger.hold
         if hold is None:
             return blocks, hit, boundary, diverged
         self._choose_plan(request, hold, sum(b.ref_cnt > 0 for b in blocks.blocks[0]))
         size = self.pages.block_size
-        most = max(0, hold.plan.next_eviction(0) - self.eviction.window) // size * size
+        most = max(0, hold.plan.next_eviction(0) - self._window(ledger)) // size * size
         lazy = self.eviction.trigger == "pressure" and request.num_tokens < self._usable * size
         if hit > most and not lazy:
             blocks, hit = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
         return blocks, hit, boundary, diverged
+
+    def _window(self, ledger: Ledger) -> int:
+        """Query rows that score this request's blocks."""
+        return self.eviction.of(ledger.directive.policy).window
 
     def _choose_plan(self, request: "Request", hold: Hold, shared: int) -> None:
         """Where the server may choose: the first plan that fits in what is free now.
@@ -409,7 +414,7 @@ class EvictionSchedulerMixin(Scheduler):
             fits = plan.budget + turn + 1 <= self._carried
             if ledger.first_computed is not None:
                 # The newest queries must have been computed, not found in the prefix cache.
-                start = max(start, ledger.first_computed + self.eviction.window)
+                start = max(start, ledger.first_computed + self._window(ledger))
             ledger.hold.plan = replace(
                 plan,
                 prompt_tokens=session.num_prompt_tokens,

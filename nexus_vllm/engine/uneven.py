@@ -63,7 +63,7 @@ class UnevenEvictor:
         # Padding gets ids beyond every query, so that attention cannot see it.
         padding = eviction.full + torch.arange(valid.shape[-1]).expand(valid.shape)
         ids = torch.where(valid, holding.blocks, padding)
-        forced = valid & forced_blocks(ids, eviction.full, self.settings)
+        forced = valid & forced_blocks(ids, eviction.full, self.settings.of(eviction.policy))
         room = self.space.own(torch.tensor(eviction.kept_pages)).flatten()
         state = None
         try:
@@ -95,7 +95,7 @@ class UnevenEvictor:
         forced: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Which held blocks stay, bool [L, H, most], and their state [L, H, most, S]."""
-        settings, valid = self.settings, holding.valid
+        settings, valid = self.settings.of(eviction.policy), holding.valid
         rows = torch.tensor([layer.index for layer in self.layers])[:, None] * self.heads
         rows = rows + torch.arange(self.heads)
         weights, preference, state = self._score(
@@ -153,7 +153,8 @@ class UnevenEvictor:
         (Layer, head) pairs are scored in groups that hold about as many blocks each.
         """
         cake = allocator if isinstance(allocator, Cake) else None
-        smoothing = self.settings.smoothing
+        settings = self.settings.of(eviction.policy)
+        smoothing = settings.smoothing
         looking = policy.needs_window or cake is not None
         reading = policy.reads_keys or cake is not None
         valid, size = holding.valid, state_size(policy, smoothing)
@@ -163,9 +164,7 @@ class UnevenEvictor:
         terms = torch.zeros(len(weights), 2, dtype=torch.float64)
         queries, positions = None, None
         if looking:
-            queries, positions = window_queries(
-                self.layers, sequence, eviction, self.settings.window
-            )
+            queries, positions = window_queries(self.layers, sequence, eviction, settings.window)
             queries = queries.unflatten(2, (self.heads, -1)).transpose(1, 2).flatten(0, 1)
         for pairs, most in self._groups(holding.counts.flatten(), reading):
             layer, head = pairs // self.heads, pairs % self.heads
@@ -182,7 +181,7 @@ class UnevenEvictor:
                 values=self._read(self.layers[0].values, units) if policy.needs_values else None,
                 state=None if known is None else known[layer, head, :most],
                 rope=self.layers[0].rope,
-                **circumstances(sequence, eviction, self.settings),
+                **circumstances(sequence, eviction, settings),
             )
             weights[pairs, :most], new = score(policy, seen, smoothing)
             if state is not None and new is not None:

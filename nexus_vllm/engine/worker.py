@@ -105,7 +105,9 @@ class EvictionWorker(PlatformWorker):
     @property
     def _ring_rows(self) -> int:
         batches = self.vllm_config.max_concurrent_batches
-        return ring_rows(self.eviction.window, batches, self.vllm_config.num_speculative_tokens)
+        return ring_rows(
+            self.eviction.widest_window, batches, self.vllm_config.num_speculative_tokens
+        )
 
     def _attention_layers(self) -> "dict[str, Attention]":
         """This rank's attention layers, in model order."""

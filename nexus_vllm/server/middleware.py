@@ -231,6 +231,7 @@ def merge(
 def _from_headers(headers: Headers, settings: Settings) -> dict[str, str]:
     """The directives in the headers, each valid by itself."""
     asked: dict[str, str] = {}
+    spelt: dict[str, str] = {}
     for name, value in headers.items():
         if not _meant(name):
             continue
@@ -244,11 +245,17 @@ def _from_headers(headers: Headers, settings: Settings) -> dict[str, str]:
         if key in asked:
             limit = f"it came before as {shown(asked[key])}"
             raise _Refusal(DirectiveError(told, value, limit, "Send it once."), "repeated")
-        try:
-            settings.directive({key: value})
-        except DirectiveError as error:
-            raise _Refusal(DirectiveError(told, value, error.limit, error.remedy)) from None
         asked[key] = value
+        spelt[key] = told
+    # A variant has its own least budget.
+    for key in sorted(asked, key="kv_policy".__ne__):
+        policy = {"kv_policy": asked["kv_policy"]} if "kv_policy" in asked else {}
+        try:
+            settings.directive({**policy, key: asked[key]})
+        except DirectiveError as error:
+            raise _Refusal(
+                DirectiveError(spelt[key], asked[key], error.limit, error.remedy)
+            ) from None
     return asked
 
 

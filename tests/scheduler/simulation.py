@@ -99,7 +99,7 @@ class Memory:
 
     def __init__(self, pages: int, slots: int, settings: Settings, depth: int, drafts: int) -> None:
         self.cache = list(torch.full((LAYERS, pages, HEADS, BLOCK, 4), -1.0))
-        rows = ring_rows(settings.window, depth, drafts)
+        rows = ring_rows(settings.widest_window, depth, drafts)
         self.sequences = Sequences(None, slots, rows, BLOCK, CPU)  # type: ignore[arg-type]
         self.ring = torch.full((slots, rows), -1)
         order = torch.arange(BLOCK)[:, None] * 4 + torch.arange(2)
@@ -148,7 +148,8 @@ class Memory:
         row = self.rows[eviction.request_id]
         assert row[eviction.released : eviction.full] == eviction.pages
         sequence = self.sequences.by_id[eviction.request_id]
-        window = torch.arange(eviction.computed - self.evictor.settings.window, eviction.computed)
+        rows = self.evictor.settings.of(eviction.policy).window
+        window = torch.arange(eviction.computed - rows, eviction.computed)
         assert window[0] >= self.first[eviction.request_id], "queries that were never computed"
         recorded = self.ring[sequence.slot, window % self.ring.shape[1]]
         assert recorded.equal(window), f"queries of {recorded} instead"

@@ -56,7 +56,7 @@ EXPECTED = {
     "in place",
     "private pages",
     "uneven",
-    *(f"evicted by {name}" for name in policies.names()),
+    *(f"evicted by {name}" for name in ("other", *policies.names())),
     *(f"allocated by {name}" for name in allocators.names()),
 }
 
@@ -103,6 +103,16 @@ class World:
                 "profile": "simulation.PROFILE",
                 "interval": draw.choice([32, 64, 160]),
                 "chunk": draw.choice([32, 96, 512]),
+                "variants": {
+                    "other": {
+                        "policy": draw.choice(policies.names()),
+                        "sink_blocks": 0,
+                        "recency_blocks": 1,
+                        "window": draw.choice([1, 16, 40]),
+                        "interval": draw.choice([32, 64, 160]),
+                        "chunk": draw.choice([32, 96, 512]),
+                    }
+                },
             },
         )
         self.sim.memory.seen = seen
@@ -150,7 +160,7 @@ class World:
             "priority": draw.randrange(3),
             "kv_budget": draw.choice(["full", "160", "192", "256", "20%", "70%"]),
             "kv_prefill": draw.choice(["auto", "oneshot", "streaming"]),
-            "kv_policy": draw.choice(["random", *policies.names(), "none"]),
+            "kv_policy": draw.choice(["random", "other", *policies.names(), "none"]),
             "kv_allocator": draw.choice(["uniform", *allocators.names()]),
         }
         if draw.random() < 0.3:

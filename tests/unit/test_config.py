@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nexus_vllm import allocators, policies
+from nexus_vllm.admission import plans
 from nexus_vllm.config import (
     ALLOCATORS,
     MAX_BUDGET,
@@ -161,6 +162,15 @@ def test_overrides_win_and_none_means_not_given() -> None:
         ({"budget_floor": 64}, ["budget_floor=64", "128"]),
         ({"recency_blocks": 0}, ["recency_blocks=0"]),
         ({"seed": -1}, ["seed=-1"]),
+        ({"variants": {"snapkv": {}}}, ["variants", "'snapkv'", "a policy"]),
+        ({"variants": {"none": {}}}, ["variants", "'none'", "a policy"]),
+        ({"variants": {"A b": {}}}, ["variants", "'A b'", "a-z"]),
+        ({"variants": {"a": {"seed": 1, "budget": "10%"}}}, ["a cannot set budget, seed"]),
+        ({"variants": {"a": {"variants": {}}}}, ["a cannot set variants"]),
+        ({"variants": {"a": {"widnow": 8}}}, ["variant a", "widnow", "window"]),
+        ({"variants": {"a": {"window": 0}}}, ["variant a", "window=0", "1"]),
+        ({"variants": {"a": {"sink_blocks": 40}}}, ["variant a", "budget_floor=1024", "1376"]),
+        ({"variants": {"a": 3}}, ["variants.a=3"]),
         ("{broken", ["inline JSON"]),
         ("[1]", ["[1]", "nexus-paper"]),
         ("no-such-file.yaml", ["no-such-file.yaml", "nexus-paper"]),
@@ -293,6 +303,38 @@ def test_without_a_word_a_profile_is_used_for_the_score_it_was_made_for() -> Non
     assert Settings().directive({}).allocator == "uniform"
     uniform = Settings(profile="heads.json", allocator="uniform")
     assert uniform.directive({}).allocator == "uniform"
+
+
+def test_a_variant_is_a_policy_with_settings_of_its_own() -> None:
+    changes = {"lambda": 2, "window": 32, "sink_blocks": 0, "chunk": 1024}
+    settings = Settings.from_source(
+        {"n": 7, "variants": {"wide": changes, "flat": {"policy": "snapkv", "selector": "topk"}}}
+    )
+    wide, flat = settings.of("wide"), settings.of("flat")
+    assert (wide.lam, wide.window, wide.sink_blocks, wide.chunk, wide.n) == (2, 32, 0, 1024, 7)
+    assert (flat.policy, flat.selector, flat.window, flat.n) == ("snapkv", "topk", 16, 7)
+    assert settings.of("nexus") is settings.of("snapkv") is settings.of("none") is settings
+    asked = ("wide", "flat", "tova")
+    assert [settings.policy_of(name) for name in asked] == ["nexus", "snapkv", "tova"]
+    assert (settings.window, settings.widest_window) == (16, 32)
+    assert Settings(window=48, variants={"a": {"window": 8}}).widest_window == 48
+    assert Settings.from_source(settings.to_json()).of("wide") == wide
+    directive = settings.directive({"kv_policy": "WIDE", "kv_budget": "96"})
+    assert directive.header() == "policy=wide; budget=96; prefill=auto"
+    for policy in ("nexus", "flat"):
+        with pytest.raises(DirectiveError, match="the least is 128"):
+            settings.directive({"kv_policy": policy, "kv_budget": "96"})
+    with pytest.raises(DirectiveError, match="wide"):
+        settings.directive({"kv_policy": "wdie"})
+    (plan, _) = plans(directive, 5000, 10, settings, 1000)
+    assert plan.chunk == 32
+
+
+def test_a_variant_has_the_profile_where_it_scores_alike() -> None:
+    variants = {"cut": {"selector": "topk"}, "score": {"window": 32}, "other": {"policy": "tova"}}
+    settings = Settings(profile="heads.json", variants=variants)
+    found = {name: settings.directive({"kv_policy": name}).allocator for name in variants}
+    assert found == {"cut": "lu", "score": "uniform", "other": "uniform"}
 
 
 def test_the_allocators_are_those_of_the_registry() -> None:

@@ -1,6 +1,7 @@
 """Scoring, selecting and filling must survive whatever numbers a model produces."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,69 @@ def test_numbers_that_are_not_finite_do_not_end_the_engine(
     blocks = set(kept.flatten().tolist())
     assert len(blocks) == 5
     assert {0, 8, 9} <= blocks
+
+
+VARIANTS = {
+    "wide": {"window": 32, "sink_blocks": 0, "recency_blocks": 1, "heads": "mean", "lam": 3},
+    "chance": {
+        "policy": "snapkv",
+        "selector": "reservoir",
+        "n": 1,
+        "parameters": {"snapkv": {"pool": 1}},
+    },
+    "slow": {"smoothing": 0.9, "decode_selector": "systematic"},
+}
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "per-head"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_is_evicted_as_by_an_engine_with_its_settings(name: str, allocator: str) -> None:
+    both = Settings(variants=VARIANTS)
+    alone = both.of(name)
+    numbers = torch.Generator().manual_seed(3)
+    cache = torch.randn(2, 60, 2, 32, 8, generator=numbers)
+    queries = torch.randn(2, 400 * 32, 4, 4, generator=numbers)
+
+    def kept(settings: Settings, policy: str) -> list[Any]:
+        layers = []
+        order = torch.arange(32)[:, None] * 8 + torch.arange(4)
+        for row, content in enumerate(cache.clone()):
+            window = LayerWindow(
+                1, settings.widest_window, 4, 4, torch.float32, torch.device("cpu")
+            )
+            layers.append(Layer(row, content, UnitLayout.of(order), 1.0, 4, window))
+        even, uneven = Evictor(layers, settings), UnevenEvictor(layers, settings)
+        sequence, found, live = Sequence(0), [], list(range(1, 41))
+        for event, target in enumerate((20, 32)):
+            full, stay = 40 + 4 * event, live[target - sequence.released :]
+            for row, layer in enumerate(layers):
+                newest = torch.arange(full * 32 - layer.window.size, full * 32)
+                layer.window.ring[newest % layer.window.size] = queries[row, newest]
+            eviction = Eviction(
+                "r",
+                policy,
+                allocator,
+                5,
+                event,
+                full * 32,
+                sequence.released,
+                target,
+                live,
+                stay,
+                [],
+                1280,
+            )
+            dealt = even.policies[policy], allocators.make(allocator)
+            if allocator == "uniform":
+                even.evict(sequence, eviction)
+                found.append(sequence.origin.tolist())
+            else:
+                _, origin = uneven.evict(sequence, eviction, *dealt)
+                found.append(origin.tolist())
+            live = stay + list(range(50, 54))
+        return found
+
+    assert kept(both, name) == kept(alone, alone.policy) != kept(both, "nexus")
 
 
 @pytest.mark.parametrize("allocator", ["uniform", "ada", "cake", "global"])

@@ -95,6 +95,19 @@ async def test_headers_become_vllm_xargs_and_are_reported(
     assert response.headers["X-KV-Eviction"] == "policy=random; budget=2048; prefill=streaming"
 
 
+async def test_a_variant_is_asked_for_like_a_policy() -> None:
+    settings = Settings(variants={"short": {"sink_blocks": 0, "recency_blocks": 1}})
+    async with client_of(make_app({"kv_eviction": settings.to_json()})) as client:
+        for order in (1, -1):
+            headers = [("X-KV-Budget", "64"), ("X-KV-Policy", "short")][::order]
+            response = await client.post(PATHS[0], json={}, headers=headers)
+            assert response.headers["X-KV-Eviction"] == "policy=short; budget=64; prefill=auto"
+        response = await client.post(PATHS[0], json={}, headers={"X-KV-Budget": "64"})
+        assert response.status_code == 400
+        assert "X-KV-Budget='64'" in response.text
+        assert "the least is 128" in response.text
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_without_a_directive_the_body_is_untouched_and_the_default_is_reported(
     client: httpx.AsyncClient, path: str
