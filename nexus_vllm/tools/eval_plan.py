@@ -168,6 +168,7 @@ def blind_share(job: Job, sample: Sample, settings: Settings) -> float:
     """How much of the haystack the cuts before the question saw: its share, 0 without any."""
     if job.blocks is None or job.setting != "later":
         return 0.0
+    settings = settings.of(job.method.policy)
     plan = EvictionPlan(
         prompt_tokens=len(sample.tokens) + len(sample.questions[job.question].tokens) - 1,
         budget=job.blocks,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -225,16 +225,13 @@ def load(source: str, **overrides: object) -> Suite:
 
     Files of haystacks are looked for beside the suite's. Raises ValueError with key and reason.
     """
-    path = config_folder() / "suites" / (source + PRESET_SUFFIX) if source in suites() else None
-    path = path or Path(source)
-    if not path.is_file():
-        raise ValueError(f"{source!r} is no file and no suite. {nearest(source, suites())}")
-    try:
-        told = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
-    if not isinstance(told, dict):
-        raise ValueError(f"{path} must be a mapping, not {shown(told)}")
+    path, told = _read(source)
+    if "like" in told:
+        like = told.pop("like")
+        _, whole = _read(like) if isinstance(like, str) else (None, {"like": like})
+        if "like" in whole:
+            raise ValueError(f"{path}: like: {shown(like)} is not a suite that stands by itself")
+        told = whole | told
     told |= {key: value for key, value in overrides.items() if value is not None}
     try:
         suite = Suite.model_validate(told)
@@ -245,6 +242,21 @@ def load(source: str, **overrides: object) -> Suite:
         for group in suite.groups
     )
     return suite.model_copy(update={"groups": groups})
+
+
+def _read(source: str) -> tuple[Path, dict[str, Any]]:
+    """A suite's file, and what it says."""
+    path = config_folder() / "suites" / (source + PRESET_SUFFIX) if source in suites() else None
+    path = path or Path(source)
+    if not path.is_file():
+        raise ValueError(f"{source!r} is no file and no suite. {nearest(source, suites())}")
+    try:
+        told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    if not isinstance(told, dict):
+        raise ValueError(f"{path} must be a mapping, not {shown(told)}")
+    return path, told
 
 
 def _placed(haystacks: Sequence[Haystack], folder: Path) -> tuple[Haystack, ...]:

@@ -97,6 +97,9 @@ def test_the_last_cut_before_the_question_follows_from_the_chunk() -> None:
     # 12 blocks and a chunk of 16: cut at 28, 44 and 60 of 64 blocks.
     assert blind_share(job("later"), sample(), Settings(chunk=512)) == 60 / 64
     assert blind_share(job("later"), sample(), Settings(chunk=4096)) == 0
+    varied = Settings(chunk=4096, variants={"often": {"chunk": 512}})
+    often = replace(job("later"), method=Method("often", "uniform"))
+    assert blind_share(often, sample(), varied) == 60 / 64
     assert blind_share(job(), sample(), Settings(chunk=512)) == 0
 
 

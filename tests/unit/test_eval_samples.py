@@ -64,6 +64,19 @@ def test_quick_and_ruler_are_shipped() -> None:
     assert {"quick", "ruler"} <= set(suites())
 
 
+def test_a_suite_takes_from_another_what_it_does_not_say(tmp_path: Path) -> None:
+    mine = tmp_path / "own.yaml"
+    mine.write_text("{name: own, about: a text of mine, like: quick, prompt_tokens: 1024}")
+    quick = load("quick")
+    changed = {"name": "own", "about": "a text of mine", "prompt_tokens": 1024}
+    assert load(str(mine)) == quick.model_copy(update=changed)
+    (tmp_path / "next.yaml").write_text(f"{{name: next, like: {mine}}}")
+    for like in (tmp_path / "next.yaml", "[quick]"):
+        (tmp_path / "bad.yaml").write_text(f"{{name: bad, like: {like}}}")
+        with pytest.raises(ValueError, match=r"like: .* is not a suite that stands by itself"):
+            load(str(tmp_path / "bad.yaml"))
+
+
 @pytest.mark.parametrize("name", suites())
 def test_every_haystack_has_the_length_asked_for_and_holds_the_answers_where_it_says(
     name: str,
