@@ -243,6 +243,8 @@ class Settings(BaseModel):
     heads: Literal["per-head", "mean"] = "per-head"
     walk_rows: Literal["newest", "oldest", "spread"] = "newest"
     walk_over: Literal["candidates", "all"] = "candidates"
+    pool_rows: Literal["mean", "max"] = "mean"
+    pool_heads: Literal["mean", "max"] = "mean"
     # Selection
     selector: Selector = "gumbel"
     n: int = Field(default=5, ge=1, le=1024, strict=True)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nexus_vllm import policies
+
 FORMAT = "nexus-vllm profile"
 VERSION = 1
 _STEPS = 10_000
@@ -109,14 +111,19 @@ class Profile:
     def check(
         self, model: ModelFacts, score: str, parameters: Mapping[str, Any], block_size: int
     ) -> None:
-        """Raises ValueError that says what this profile was made for, if it is something else."""
+        """Raises ValueError that says what this profile was made for, if it is something else.
+
+        A parameter that the profile does not name came later; before, its default was what there
+        was.
+        """
         mine = asdict(self.model) | {"score": self.score, "block_size": self.block_size}
         yours = asdict(model) | {"score": score, "block_size": block_size}
         if model.name.lower() == self.model.name.lower():
             yours["name"] = self.model.name
         if score == self.score:
-            mine |= {f"{score} {key}": value for key, value in self.parameters.items()}
-            yours |= {f"{score} {key}": value for key, value in parameters.items()}
+            known = _defaults(score)
+            for facts, own in ((mine, self.parameters), (yours, parameters)):
+                facts |= {f"{score} {key}": value for key, value in (known | dict(own)).items()}
         keys = [key for key in mine | yours if mine.get(key) != yours.get(key)]
         if keys:
             made = ", ".join(f"{key}={mine.get(key)!r}" for key in keys)
@@ -151,6 +158,12 @@ class Profile:
             raise ValueError(f"{path}: no valid profile, {error} is missing") from error
         except (TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{path}: no valid profile, {error}") from error
+
+
+def _defaults(score: str) -> dict[str, Any]:
+    """The parameters of a policy that has them, at their defaults."""
+    known = policies.POLICIES.get(score)
+    return {} if known is None else asdict(known())  # type: ignore[call-overload]
 
 
 def _compact(value: object) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 Heads = Literal["per-head", "mean"]
+Pool = Literal["mean", "max"]
 
 _TINY = torch.finfo(torch.float32).tiny
 MAX_LOGITS = 1 << 20
@@ -198,6 +199,16 @@ class Policy(ABC):
         return weights
 
 
+def check_choices(policy: Policy, **choices: object) -> None:
+    """Raise ValueError unless each parameter named is one of those that its Literal lists."""
+    for field, literal in choices.items():
+        value, known = getattr(policy, field), get_args(literal)
+        if value not in known:
+            raise ValueError(
+                f"{policy.name}: {field} is {value!r}, choose one of {', '.join(known)}"
+            )
+
+
 def state_size(policy: Policy, smoothing: float) -> int:
     """S, the last dimension of the state that `score` returns; 0: it returns none."""
     return policy.state_size + _smooths(policy, smoothing)
@@ -258,15 +269,24 @@ def block_attention(obs: Observation, heads: Heads = "per-head") -> Tensor:
     return maps.reshape(*obs.block_ids.shape[:-1], -1, *maps.shape[-2:])
 
 
-def token_attention(obs: Observation) -> Tensor:
-    """What each token gets of each query of the window, averaged over window and query heads.
+def pool(x: Tensor, how: Pool, dim: int | tuple[int, ...]) -> Tensor:
+    """The mean of x over `dim`, or the largest."""
+    return x.mean(dim) if how == "mean" else x.amax(dim)
 
-    Returns [..., Hkv, N, b] float32, the average for each KV head over the query heads that share
-    it; otherwise as `block_attention`.
+
+def token_attention(obs: Observation, rows: Pool = "mean", heads: Pool = "mean") -> Tensor:
+    """What each token gets of the window: the mean over its queries, then over query heads.
+
+    rows, heads: "max" takes the most that a query, or a query head, gives instead.
+    Returns [..., Hkv, N, b] float32, for each KV head that of the query heads that share it;
+    otherwise as `block_attention`.
     """
 
     def of_tokens(mass: Tensor) -> Tensor:
-        return normalised(mass).mean(dim=(2, 3))
+        shares = normalised(mass)  # [r, h, W, g, N, b]
+        if rows == heads:
+            return pool(shares, rows, (2, 3))
+        return pool(pool(shares, rows, 2), heads, 2)
 
     found = attention(obs, of_tokens)
     return found.reshape(*obs.block_ids.shape[:-1], *found.shape[1:])

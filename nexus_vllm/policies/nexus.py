@@ -1,12 +1,20 @@
 """Nexus: window attention plus a walk over the window's rows (arXiv 2606.23961, section 2)."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from nexus_vllm.policies.base import Heads, Observation, Policy, block_attention
+from nexus_vllm.policies.base import (
+    Heads,
+    Observation,
+    Policy,
+    Pool,
+    block_attention,
+    check_choices,
+    pool,
+)
 
 WalkRows = Literal["newest", "oldest", "spread"]
 WalkOver = Literal["all", "candidates"]
@@ -17,8 +25,8 @@ class Nexus(Policy):
     """w_j = a_j + lam c_j + eps_tie r_j, computed per head and averaged over heads.
 
     a is the mean of the rows S_q of the block attention map (`block_attention`), q over the window.
-    The walk takes H of the rows one after the other, C <- C + (1 + <S_q, C>) S_q, and
-    c = C / ||C||_1: a row that agrees with those before counts for more. r is the age rank, oldest
+    The walk takes H of the rows one after the other, C <- C + (1 + <S_q, C>) S_q, and c is C scaled
+    to the sum of a: a row that agrees with those before counts for more. r is the age rank, oldest
     0 and newest 1. With walk_over "all" the weights sum to 1 + lam + eps_tie N / 2.
 
     walk_steps: H. Each step wants a fresh row, so at most W are taken; 0 leaves the walk out.
@@ -33,6 +41,9 @@ class Nexus(Policy):
       "candidates" walks on rows without the forced blocks, renormalised, and scales c to the
       candidates' share of a: lam then keeps its meaning, and a head that looks at little but the
       sink speaks no louder than before.
+    pool_rows: "max" makes a the largest of the rows in each block, so that one query is enough to
+      keep what it looks at. pool_heads: "max" takes the largest a + lam c of all heads instead of
+      their mean. Such weights sum to more.
     Raises ValueError on a value out of range.
     """
 
@@ -42,6 +53,8 @@ class Nexus(Policy):
     heads: Heads = "per-head"
     walk_rows: WalkRows = "newest"
     walk_over: WalkOver = "candidates"
+    pool_rows: Pool = "mean"
+    pool_heads: Pool = "mean"
 
     name: ClassVar[str] = "nexus"
     needs_window: ClassVar[bool] = True
@@ -51,33 +64,39 @@ class Nexus(Policy):
             value = getattr(self, field)
             if not low <= value < float("inf"):
                 raise ValueError(f"nexus: {field} is {value}, must be finite and at least {low}")
-        for field, choices in (("heads", Heads), ("walk_rows", WalkRows), ("walk_over", WalkOver)):
-            value = getattr(self, field)
-            if value not in get_args(choices):
-                raise ValueError(
-                    f"nexus: {field} is {value!r}, choose one of {', '.join(get_args(choices))}"
-                )
+        check_choices(
+            self,
+            heads=Heads,
+            walk_rows=WalkRows,
+            walk_over=WalkOver,
+            pool_rows=Pool,
+            pool_heads=Pool,
+        )
 
     def weights(self, obs: Observation) -> Tensor:
         maps = block_attention(obs, self.heads)  # [..., H', W, N]
+        direct = self._direct(maps)
+        score = direct + self.lam * self._walk(maps, direct, obs.candidates)
+        return pool(score, self.pool_heads, -2) + self.eps_tie * age_rank(obs.block_ids)
+
+    def _direct(self, maps: Tensor) -> Tensor:
+        """a, [..., H', N]."""
+        if self.pool_rows == "max":
+            return maps.amax(-2)
         # A query that saw no live block has a row of zeros: leave it out of the mean.
         seen = (maps.sum(-1) > 0).sum(-1, keepdim=True).clamp(min=1)
-        direct = maps.sum(-2) / seen
-        score = (direct + self.lam * self._walk(maps, direct, obs.candidates)).mean(-2)
-        return score + self.eps_tie * age_rank(obs.block_ids)
+        return maps.sum(-2) / seen
 
     def _walk(self, maps: Tensor, direct: Tensor, candidates: Tensor) -> Tensor:
         """c, [..., H', N]."""
-        share: Tensor | float = 1.0
         if self.walk_over == "candidates":
-            inside = candidates[..., None, :]
-            share = (direct * inside).sum(-1, keepdim=True)
-            maps = _normalise(maps * inside[..., None, :])
+            direct = direct * candidates[..., None, :]
+            maps = _normalise(maps * candidates[..., None, None, :])
         state = torch.zeros_like(direct)
         for index in self._row_order(maps.shape[-2]):
             row = maps[..., index, :]
             state = state + (1 + (row * state).sum(-1, keepdim=True)) * row
-        return share * _normalise(state)
+        return direct.sum(-1, keepdim=True) * _normalise(state)
 
     def _row_order(self, window: int) -> list[int]:
         """Indices of the window rows the walk takes, in order; 0 is the oldest row."""

@@ -5,6 +5,8 @@ from typing import Literal, get_args
 from torch import Tensor
 from torch.nn import functional
 
+from nexus_vllm.policies.base import Pool, pool
+
 Pooling = Literal["avg", "max"]
 
 
@@ -26,9 +28,9 @@ def pooled(scores: Tensor, block_ids: Tensor, kernel: int, pooling: Pooling = "a
     return scores.new_empty(scores.shape).scatter_(-2, order, line.view(*lead, size, block))
 
 
-def of_blocks(scores: Tensor) -> Tensor:
-    """Weights [..., N] of token scores [..., H, N, b]: summed in a block, averaged over heads."""
-    return scores.sum(-1).mean(-2)
+def of_blocks(scores: Tensor, heads: Pool = "mean") -> Tensor:
+    """Weights [..., N] of token scores [..., H, N, b]: summed in a block, pooled over heads."""
+    return pool(scores.sum(-1), heads, -2)
 
 
 def check_pool(policy: str, kernel: int, pooling: str = "avg") -> None:

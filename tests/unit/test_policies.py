@@ -127,7 +127,9 @@ EVERY_POLICY = [
         ("nexus", {"walk_over": "all", "walk_rows": "spread", "walk_steps": 99}),
         ("nexus", {"walk_steps": 0, "eps_tie": 0.0}),
         ("snapkv", {"pool": 7, "pooling": "max"}),
+        ("nexus", {"pool_rows": "max", "pool_heads": "max"}),
         ("snapkv", {"pool": 1}),
+        ("snapkv", {"pool_rows": "max", "pool_heads": "max"}),
         ("cake", {"gamma": 0.0}),
         ("expected-attention", {"future": 3, "eps": 0.02}),
         ("vase", {"share": 1.0}),
@@ -251,6 +253,8 @@ def test_make_takes_a_mapping_or_any_settings_object() -> None:
         ("nexus", {"walk_steps": -1}, "walk_steps is -1"),
         ("nexus", {"heads": "max"}, "heads is 'max'.*'per-head' or 'mean'"),
         ("nexus", {"walk_rows": "last"}, "walk_rows is 'last'.*'newest', 'oldest' or 'spread'"),
+        ("nexus", {"pool_rows": "avg"}, "pool_rows is 'avg'.*'mean' or 'max'"),
+        ("snapkv", {"pool_heads": "sum"}, "pool_heads is 'sum'.*'mean' or 'max'"),
         ("nexus", {"walk_over": "some"}, "walk_over is 'some'.*'all' or 'candidates'"),
     ],
 )

@@ -134,6 +134,11 @@ def test_check_accepts_the_same_model_wherever_it_lies() -> None:
         check(profile(), model=dataclasses.replace(FACTS, name=name))
 
 
+def test_a_parameter_that_came_after_a_profile_was_at_its_default() -> None:
+    made = profile()
+    check(made, parameters={**made.parameters, "pool_rows": "mean", "pool_heads": "mean"})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -148,7 +153,11 @@ def test_check_accepts_the_same_model_wherever_it_lies() -> None:
             {"parameters": {"lam": 0.25, "walk_steps": 3, "heads": "per-head"}},
             "nexus lam=0.5, this is nexus lam=0.25; ",
         ),
-        ({"parameters": {"lam": 0.5, "walk_steps": 3}}, "nexus heads='per-head', this is .*=None"),
+        (
+            {"parameters": {"lam": 0.5, "walk_steps": 3, "pool_rows": "max"}},
+            "made for nexus pool_rows='mean', this is nexus pool_rows='max'; ",
+        ),
+        ({"parameters": {"lam": 0.5, "walk_steps": 3, "lambda": 1}}, "lambda=None, this is .*=1"),
     ],
 )
 def test_check_names_what_differs_and_the_remedy(change: dict[str, Any], message: str) -> None:

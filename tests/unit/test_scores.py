@@ -24,6 +24,7 @@ from nexus_vllm.policies.expected_attention import ExpectedAttention
 from nexus_vllm.policies.h2o import H2O
 from nexus_vllm.policies.keydiff import KeyDiff
 from nexus_vllm.policies.knorm import KNorm
+from nexus_vllm.policies.nexus import Nexus
 from nexus_vllm.policies.snapkv import SnapKV
 from nexus_vllm.policies.tova import TOVA
 from nexus_vllm.policies.vase import VaSE
@@ -94,11 +95,52 @@ def pool(tokens: Tensor, kernel: int, how: str = "avg") -> Tensor:
     return torch.tensor([max(w) if how == "max" else sum(w) / kernel for w in windows]).double()
 
 
+def over(rows: list[Tensor], how: str) -> Tensor:
+    """The mean of some vectors, or the largest of each entry."""
+    columns = zip(*(row.tolist() for row in rows), strict=True)
+    found = [max(column) if how == "max" else sum(column) / len(column) for column in columns]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def nexus(row: Row, policy: Nexus) -> Tensor:
+    size = row.obs.block_ids.shape[-1]
+    candidates = row.obs.candidates[row.order].double()
+    if policy.heads == "mean":
+        assert row.obs.queries is not None
+        assert row.obs.keys is not None
+        queries, keys = row.obs.queries.double().mean(1, True), row.obs.keys.double().mean(1, True)
+        shown = replace(row.obs, queries=queries, keys=keys, values=None)
+        row = replace(row, obs=shown, keys=row.keys.mean(0, keepdim=True))
+    heads = []
+    for head in row.attention():
+        maps = [row.blocks(query) for query in head]
+        a = over([x for x in maps if x.sum() > 0] or maps, policy.pool_rows)
+        walked, within = maps, a
+        if policy.walk_over == "candidates":
+            walked = [x * candidates / max(1e-300, float(x @ candidates)) for x in maps]
+            within = a * candidates
+        steps = min(policy.walk_steps, len(maps))
+        taken = {
+            "newest": [len(maps) - 1 - i for i in range(steps)],
+            "oldest": list(range(steps)),
+            "spread": [
+                len(maps) - 1 - round(i * (len(maps) - 1) / max(1, steps - 1)) for i in range(steps)
+            ],
+        }[policy.walk_rows]
+        c = torch.zeros_like(a)
+        for i in taken:
+            c = c + (1 + walked[i] @ c) * walked[i]
+        heads.append(a + policy.lam * within.sum() * c / max(1e-300, float(c.sum())))
+    age = torch.arange(len(row.order)) / max(1, size - 1)
+    return over(heads, policy.pool_heads) + policy.eps_tie * age
+
+
 def snapkv(row: Row, policy: SnapKV) -> Tensor:
-    tokens = row.attention().mean(1)
-    tokens = tokens.unflatten(0, (len(row.keys), -1)).mean(1)
-    heads = [pool(head, policy.pool, policy.pooling) for head in tokens]
-    return row.blocks(torch.stack(heads).mean(0))
+    group = len(row.attention()) // len(row.keys)
+    tokens = [over(list(head), policy.pool_rows) for head in row.attention()]
+    shared = [tokens[i : i + group] for i in range(0, len(tokens), group)]
+    pooled = [pool(over(heads, policy.pool_heads), policy.pool, policy.pooling) for heads in shared]
+    return over([row.blocks(head) for head in pooled], policy.pool_heads)
 
 
 def tova(row: Row, policy: TOVA) -> Tensor:
@@ -202,6 +244,16 @@ def reserved(row: Row, policy: VaSE) -> set[int]:
 
 Reading = Callable[[Row, Any], Tensor]
 READINGS: list[tuple[Policy, Reading]] = [
+    (Nexus(), nexus),
+    (Nexus(eps_tie=0.0, walk_rows="spread", walk_over="all"), nexus),
+    (Nexus(heads="mean", walk_rows="oldest", walk_over="all"), nexus),
+    (Nexus(walk_steps=0, lam=2.0), nexus),
+    (Nexus(pool_rows="max"), nexus),
+    (Nexus(pool_heads="max", walk_rows="spread"), nexus),
+    (Nexus(pool_rows="max", pool_heads="max", walk_over="all"), nexus),
+    (SnapKV(pool_rows="max"), snapkv),
+    (SnapKV(pool_heads="max", pool=3), snapkv),
+    (SnapKV(pool_rows="max", pool_heads="max", pooling="max"), snapkv),
     (SnapKV(), snapkv),
     (SnapKV(pool=1), snapkv),
     (SnapKV(pool=9), snapkv),
@@ -264,7 +316,7 @@ def test_score_is_its_formula(policy: Policy, reading: Reading, case: dict[str, 
 
 
 def test_defaults_are_the_papers() -> None:
-    assert SnapKV() == SnapKV(pool=5, pooling="avg")
+    assert SnapKV() == SnapKV(pool=5, pooling="avg", pool_rows="mean", pool_heads="mean")
     assert CakeScore() == CakeScore(gamma=200.0, pool=5)
     assert ExpectedAttention() == ExpectedAttention(future=512, eps=0.0)
     assert VaSE() == VaSE(share=0.25, pool=5)
@@ -629,10 +681,17 @@ def test_random_generated_gives_up_generated_blocks_first() -> None:
 # --- KV heads as rows -------------------------------------------------------------------------
 
 
+def by_heads(policy: Policy) -> str | None:
+    """What makes the weights of KV heads those of a layer: "mean", "max" or nothing."""
+    if policy.name == "knorm" or getattr(policy, "heads", None) == "mean":
+        return None
+    return getattr(policy, "pool_heads", "mean")
+
+
 @pytest.mark.parametrize(
-    "policy", [pytest.param(pair[0], id=str(pair[0])) for pair in READINGS if pair[1] is not knorm]
+    "policy", [pytest.param(pair[0], id=str(pair[0])) for pair in READINGS if by_heads(pair[0])]
 )
-def test_kv_heads_as_rows_average_to_the_whole(policy: Policy, real: Real) -> None:
+def test_kv_heads_as_rows_make_the_whole(policy: Policy, real: Real) -> None:
     """How a caller keeps one set per KV head. KNorm's weight is no mean over heads."""
     obs = real.obs
     assert obs.queries is not None
@@ -650,4 +709,5 @@ def test_kv_heads_as_rows_average_to_the_whole(policy: Policy, real: Real) -> No
     )
     joint, _ = score(policy, as_seen_by(policy, obs))
     apart, _ = score(policy, as_seen_by(policy, split))
-    torch.testing.assert_close(apart.mean(1), joint, rtol=1e-4, atol=1e-8)
+    apart = apart.amax(1) if by_heads(policy) == "max" else apart.mean(1)
+    torch.testing.assert_close(apart, joint, rtol=1e-4, atol=1e-8)
