@@ -243,6 +243,7 @@ class Settings(BaseModel):
     heads: Literal["per-head", "mean"] = "per-head"
     walk_rows: Literal["newest", "oldest", "spread"] = "newest"
     walk_over: Literal["candidates", "all"] = "candidates"
+    walk_state: Literal["fresh", "carried"] = "fresh"
     pool_rows: Literal["mean", "max"] = "mean"
     pool_heads: Literal["mean", "max"] = "mean"
     # Selection

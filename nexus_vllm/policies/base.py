@@ -165,8 +165,6 @@ class Policy(ABC):
     """Whether it reads keys, though no queries."""
     needs_values: ClassVar[bool] = False
     needs_rope: ClassVar[bool] = False
-    state_size: ClassVar[int] = 0
-    """S, numbers that it wants kept with each block from one eviction to the next."""
     selector: ClassVar[str | None] = None
     """The one selector this policy makes sense with, over the configured one; None: any."""
 
@@ -174,6 +172,11 @@ class Policy(ABC):
     def reads_keys(self) -> bool:
         """Whether keys must be there, with queries or without."""
         return self.needs_window or self.needs_keys
+
+    @property
+    def state_size(self) -> int:
+        """S, numbers that it wants kept with each block from one eviction to the next."""
+        return 0
 
     @abstractmethod
     def weights(self, obs: Observation) -> Tensor:

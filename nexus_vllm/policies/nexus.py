@@ -18,6 +18,7 @@ from nexus_vllm.policies.base import (
 
 WalkRows = Literal["newest", "oldest", "spread"]
 WalkOver = Literal["all", "candidates"]
+WalkState = Literal["fresh", "carried"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Nexus(Policy):
       "candidates" walks on rows without the forced blocks, renormalised, and scales c to the
       candidates' share of a: lam then keeps its meaning, and a head that looks at little but the
       sink speaks no louder than before.
+    walk_state: "fresh" starts each walk from C = 0, as the paper has it. "carried" starts it from
+      the c that the last eviction ended with, averaged over heads, on the blocks that are still
+      there and that the walk runs over, scaled to 1: the past counts as one row, with which the
+      new ones can agree, and fades with each eviction. It travels with the blocks. The authors'
+      notes keep one such C for a layer; the paper has none.
     pool_rows: "max" makes a the largest of the rows in each block, so that one query is enough to
       keep what it looks at. pool_heads: "max" takes the largest a + lam c of all heads instead of
       their mean. Such weights sum to more.
@@ -53,6 +59,7 @@ class Nexus(Policy):
     heads: Heads = "per-head"
     walk_rows: WalkRows = "newest"
     walk_over: WalkOver = "candidates"
+    walk_state: WalkState = "fresh"
     pool_rows: Pool = "mean"
     pool_heads: Pool = "mean"
 
@@ -69,15 +76,37 @@ class Nexus(Policy):
             heads=Heads,
             walk_rows=WalkRows,
             walk_over=WalkOver,
+            walk_state=WalkState,
             pool_rows=Pool,
             pool_heads=Pool,
         )
 
+    @property
+    def state_size(self) -> int:
+        return 2 if self.walk_state == "carried" else 0
+
+    def remember(self, obs: Observation) -> Tensor:
+        """c averaged over heads, for the next walk, and the weight, which comes with it."""
+        score, walk = self._score(obs)
+        return torch.stack([walk, score], dim=-1)
+
     def weights(self, obs: Observation) -> Tensor:
+        if self.state_size:
+            return obs.remembered()[..., 1]
+        return self._score(obs)[0]
+
+    def _score(self, obs: Observation) -> tuple[Tensor, Tensor]:
+        """Weights, and c averaged over heads and scaled to 1; both [..., N]."""
         maps = block_attention(obs, self.heads)  # [..., H', W, N]
         direct = self._direct(maps)
-        score = direct + self.lam * self._walk(maps, direct, obs.candidates)
-        return pool(score, self.pool_heads, -2) + self.eps_tie * age_rank(obs.block_ids)
+        counted = direct
+        if self.walk_over == "candidates":
+            inside = obs.candidates[..., None, :]
+            counted, maps = direct * inside, _normalise(maps * inside[..., None, :])
+        walk = _normalise(self._walk(maps, self._start(obs)))
+        score = direct + self.lam * counted.sum(-1, keepdim=True) * walk
+        weights = pool(score, self.pool_heads, -2) + self.eps_tie * age_rank(obs.block_ids)
+        return weights, walk.mean(-2)
 
     def _direct(self, maps: Tensor) -> Tensor:
         """a, [..., H', N]."""
@@ -87,16 +116,22 @@ class Nexus(Policy):
         seen = (maps.sum(-1) > 0).sum(-1, keepdim=True).clamp(min=1)
         return maps.sum(-2) / seen
 
-    def _walk(self, maps: Tensor, direct: Tensor, candidates: Tensor) -> Tensor:
-        """c, [..., H', N]."""
+    def _start(self, obs: Observation) -> Tensor:
+        """C before the first row, the same for every head, [..., 1, N]."""
+        if self.walk_state == "fresh" or obs.state is None:
+            return torch.zeros_like(obs.block_ids, dtype=torch.float32)[..., None, :]
+        known = obs.state[..., 0].nan_to_num(nan=0.0)
         if self.walk_over == "candidates":
-            direct = direct * candidates[..., None, :]
-            maps = _normalise(maps * candidates[..., None, None, :])
-        state = torch.zeros_like(direct)
+            known = known * obs.candidates
+        return _normalise(known)[..., None, :]
+
+    def _walk(self, maps: Tensor, start: Tensor) -> Tensor:
+        """C after the last row, [..., H', N]."""
+        state = start.expand(*maps.shape[:-2], -1)
         for index in self._row_order(maps.shape[-2]):
             row = maps[..., index, :]
             state = state + (1 + (row * state).sum(-1, keepdim=True)) * row
-        return direct.sum(-1, keepdim=True) * _normalise(state)
+        return state
 
     def _row_order(self, window: int) -> list[int]:
         """Indices of the window rows the walk takes, in order; 0 is the oldest row."""

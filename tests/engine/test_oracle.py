@@ -14,7 +14,8 @@ import torch
 from nexus_vllm import policies
 
 from . import probes
-from .harness import Engine, Request, Result
+from .conftest import NEXUS
+from .harness import Engine, Engines, Mode, Request, Result
 from .reference import Llama, visibility
 from .texts import prose
 
@@ -76,3 +77,19 @@ def test_logits_equal_masked_attention_after_a_streamed_prompt(nexus: Engine, ll
     full = llama.logits(ids, rows=slice(len(request.prompt) - 1, len(ids) - 1))
     assert result.logits is not None
     assert (full - result.logits).abs().amax(-1).median() > 400 * TOLERANCE
+
+
+@pytest.mark.engine
+@pytest.mark.v2
+def test_logits_equal_masked_attention_where_walks_go_on(engines: Engines, llama: Llama) -> None:
+    """What each block brings along decides from the second eviction on; the same oracle holds."""
+    mode, traces = Mode("v2", "async"), {}
+    for state in ("fresh", "carried"):
+        engine = engines(mode, nexus={**NEXUS, "walk_state": state})
+        request = ask(engine, 128, "nexus")
+        (result,) = engine.generate([request])
+        check_against_reference(engine, llama, request, result)
+        traces[state] = engine.do(probes.trace, result.id)
+    first, *later = zip(*traces.values(), strict=True)
+    assert torch.equal(first[0].kept, first[1].kept)
+    assert not all(torch.equal(fresh.kept, carried.kept) for fresh, carried in later)

@@ -80,8 +80,10 @@ def permuted(obs: Observation, order: Tensor) -> Observation:
 
 
 def as_seen_by(policy: Policy, obs: Observation) -> Observation:
-    """Without what the policy does not ask for."""
-    keys = policy.reads_keys
+    """Without what the policy does not ask for; all it remembers is the same number."""
+    keys, state = policy.reads_keys, obs.state
+    if state is not None:
+        state = state[..., :1].expand(*state.shape[:-1], policy.state_size)
     return dataclasses.replace(
         obs,
         queries=obs.queries if policy.needs_window else None,
@@ -89,7 +91,7 @@ def as_seen_by(policy: Policy, obs: Observation) -> Observation:
         keys=obs.keys if keys else None,
         values=obs.values if policy.needs_values else None,
         rope=obs.rope if policy.needs_rope else None,
-        state=obs.state if policy.state_size else None,
+        state=state if policy.state_size else None,
     )
 
 
@@ -128,6 +130,8 @@ EVERY_POLICY = [
         ("nexus", {"walk_steps": 0, "eps_tie": 0.0}),
         ("snapkv", {"pool": 7, "pooling": "max"}),
         ("nexus", {"pool_rows": "max", "pool_heads": "max"}),
+        ("nexus", {"walk_state": "carried"}),
+        ("nexus", {"walk_state": "carried", "walk_over": "all", "heads": "mean"}),
         ("snapkv", {"pool": 1}),
         ("snapkv", {"pool_rows": "max", "pool_heads": "max"}),
         ("cake", {"gamma": 0.0}),
@@ -253,6 +257,7 @@ def test_make_takes_a_mapping_or_any_settings_object() -> None:
         ("nexus", {"walk_steps": -1}, "walk_steps is -1"),
         ("nexus", {"heads": "max"}, "heads is 'max'.*'per-head' or 'mean'"),
         ("nexus", {"walk_rows": "last"}, "walk_rows is 'last'.*'newest', 'oldest' or 'spread'"),
+        ("nexus", {"walk_state": "kept"}, "walk_state is 'kept'.*'fresh' or 'carried'"),
         ("nexus", {"pool_rows": "avg"}, "pool_rows is 'avg'.*'mean' or 'max'"),
         ("snapkv", {"pool_heads": "sum"}, "pool_heads is 'sum'.*'mean' or 'max'"),
         ("nexus", {"walk_over": "some"}, "walk_over is 'some'.*'all' or 'candidates'"),

@@ -24,7 +24,7 @@ from nexus_vllm.policies.expected_attention import ExpectedAttention
 from nexus_vllm.policies.h2o import H2O
 from nexus_vllm.policies.keydiff import KeyDiff
 from nexus_vllm.policies.knorm import KNorm
-from nexus_vllm.policies.nexus import Nexus
+from nexus_vllm.policies.nexus import Nexus, WalkOver
 from nexus_vllm.policies.snapkv import SnapKV
 from nexus_vllm.policies.tova import TOVA
 from nexus_vllm.policies.vase import VaSE
@@ -103,6 +103,11 @@ def over(rows: list[Tensor], how: str) -> Tensor:
 
 
 def nexus(row: Row, policy: Nexus) -> Tensor:
+    return nexus_and_walk(row, policy)[0]
+
+
+def nexus_and_walk(row: Row, policy: Nexus) -> tuple[Tensor, Tensor]:
+    """Weights, and where the walks of all heads were, on average."""
     size = row.obs.block_ids.shape[-1]
     candidates = row.obs.candidates[row.order].double()
     if policy.heads == "mean":
@@ -111,7 +116,12 @@ def nexus(row: Row, policy: Nexus) -> Tensor:
         queries, keys = row.obs.queries.double().mean(1, True), row.obs.keys.double().mean(1, True)
         shown = replace(row.obs, queries=queries, keys=keys, values=None)
         row = replace(row, obs=shown, keys=row.keys.mean(0, keepdim=True))
-    heads = []
+    start = torch.zeros(len(row.order)).double()
+    if policy.walk_state == "carried" and row.obs.state is not None:
+        start = row.obs.state[row.order, 0].double().nan_to_num(0.0)
+        start = start * candidates if policy.walk_over == "candidates" else start
+        start = start / max(1e-300, float(start.sum()))
+    heads, walks = [], []
     for head in row.attention():
         maps = [row.blocks(query) for query in head]
         a = over([x for x in maps if x.sum() > 0] or maps, policy.pool_rows)
@@ -127,12 +137,14 @@ def nexus(row: Row, policy: Nexus) -> Tensor:
                 len(maps) - 1 - round(i * (len(maps) - 1) / max(1, steps - 1)) for i in range(steps)
             ],
         }[policy.walk_rows]
-        c = torch.zeros_like(a)
+        c = start
         for i in taken:
             c = c + (1 + walked[i] @ c) * walked[i]
-        heads.append(a + policy.lam * within.sum() * c / max(1e-300, float(c.sum())))
+        c = c / max(1e-300, float(c.sum()))
+        walks.append(c)
+        heads.append(a + policy.lam * within.sum() * c)
     age = torch.arange(len(row.order)) / max(1, size - 1)
-    return over(heads, policy.pool_heads) + policy.eps_tie * age
+    return over(heads, policy.pool_heads) + policy.eps_tie * age, over(walks, "mean")
 
 
 def snapkv(row: Row, policy: SnapKV) -> Tensor:
@@ -251,6 +263,8 @@ READINGS: list[tuple[Policy, Reading]] = [
     (Nexus(pool_rows="max"), nexus),
     (Nexus(pool_heads="max", walk_rows="spread"), nexus),
     (Nexus(pool_rows="max", pool_heads="max", walk_over="all"), nexus),
+    (Nexus(walk_state="carried"), nexus),
+    (Nexus(walk_state="carried", walk_over="all", walk_rows="oldest", pool_rows="max"), nexus),
     (SnapKV(pool_rows="max"), snapkv),
     (SnapKV(pool_heads="max", pool=3), snapkv),
     (SnapKV(pool_rows="max", pool_heads="max", pooling="max"), snapkv),
@@ -561,6 +575,34 @@ def test_h2o_adds_up_over_evictions(smoothing: float) -> None:
         state = dict(zip(ids, after, strict=True))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.6])
+@pytest.mark.parametrize("walk_over", ["candidates", "all"])
+def test_a_walk_goes_on_from_the_blocks_that_are_left(
+    walk_over: WalkOver, smoothing: float
+) -> None:
+    policy = Nexus(walk_over=walk_over, walk_state="carried")
+    state: dict[int, Tensor] = {}
+    walk: dict[int, float] = {}
+    smooth: dict[int, float] = {}
+    for event, (ids, new) in enumerate(events(2)):
+        obs = seen_at(event, ids, new, state)
+        obs = replace(obs, candidates=obs.block_ids > min(ids))
+        known = torch.tensor([[walk.get(j, math.nan)] for j in ids])
+        shown = replace(obs, state=known if walk else None)
+        weights, walked = nexus_and_walk(Row.of(shown), policy)
+        now = dict(zip(sorted(ids), weights.tolist(), strict=True))
+        walk = dict(zip(sorted(ids), walked.tolist(), strict=True))
+        f = smoothing
+        smooth = {j: f * smooth.get(j, x) + (1 - f) * x for j, x in now.items()}
+        found, after = score(policy, obs, smoothing)
+        torch.testing.assert_close(found, torch.tensor([smooth[j] for j in ids]))
+        assert after is not None
+        assert after.shape == (len(ids), 3 if smoothing else 2)
+        state = dict(zip(ids, after, strict=True))
+        fresh = Nexus(walk_over=walk_over).weights(obs)
+        assert torch.allclose(fresh, torch.tensor([now[j] for j in ids]).float()) == (event == 0)
+
+
 def test_smoothing_is_a_moving_average_of_each_block() -> None:
     state: dict[int, Tensor] = {}
     smooth: dict[int, float] = {}
@@ -574,9 +616,12 @@ def test_smoothing_is_a_moving_average_of_each_block() -> None:
         state = dict(zip(ids, after, strict=True))
 
 
-@pytest.mark.parametrize("name", policies.names())
-def test_what_is_kept_of_a_block(name: str) -> None:
-    policy = policies.make(name)
+@pytest.mark.parametrize(
+    "policy",
+    [*(policies.make(name) for name in policies.names()), Nexus(walk_state="carried")],
+    ids=str,
+)
+def test_what_is_kept_of_a_block(policy: Policy) -> None:
     obs = replace(as_seen_by(policy, observe(lead=(2,))), state=None)
     plain, state = score(policy, obs)
     assert (state is None) == (policy.state_size == 0)

@@ -145,6 +145,7 @@ class World:
             selector=draw.choice(SELECTORS),
             decode_selector=draw.choice([None, *SELECTORS]),
             smoothing=draw.choice([0.0, 0.0, 0.6]),
+            walk_state=draw.choice(["fresh", "carried"]),
         )
         self._allocate(pages)
         self._connect()
