@@ -1,7 +1,9 @@
 """Expected attention: what queries to come will look at, as far as past ones tell.
 
-arXiv 2510.00636. Where the paper takes all queries of the prompt, this takes those of the window;
-and the softmax runs over all live tokens, where the authors' code leaves the first four out.
+arXiv 2510.00636. Where the paper takes all queries of the prompt, this takes those of the window.
+The softmax runs over the tokens of blocks that may leave: a sink would take nearly all of it, more
+in some heads than in others, and heads would count in the average by how little they look at it.
+The authors' code leaves out the first four tokens to the same end.
 """
 
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from nexus_vllm.policies import base
 from nexus_vllm.policies.base import Observation, Policy
 from nexus_vllm.policies.tokens import of_blocks
 
@@ -22,6 +25,7 @@ class ExpectedAttention(Policy):
     Queries before rotation are taken to be normal with the window's mean mu and covariance Sigma,
     and to be rotated by the average R over the next `future` positions. For a key k then
     z = scale k R mu + scale^2 k R Sigma R' k / 2, the logarithm of the expected exponential logit.
+    The softmax is over candidates alone; other blocks have eps ||v||.
 
     future: positions; those beyond what `rope` knows count as its last.
     eps: added to each token's attention before its value's norm counts.
@@ -47,23 +51,18 @@ class ExpectedAttention(Policy):
     def weights(self, obs: Observation) -> Tensor:
         queries, positions, keys = obs.window()
         values = obs.all_values()
-        directions = self._rotated(obs, queries.float(), positions)
         lead, size = obs.block_ids.shape[:-1], obs.block_ids.shape[-1]
         kv_heads, block, dim = keys.shape[-3:]
-        rows = [
-            self._row(d, k, obs.scale)
-            for d, k in zip(
-                directions.reshape(-1, *directions.shape[-3:]).unflatten(2, (kv_heads, -1)),
-                keys.reshape(-1, size, kv_heads, block, dim),
-                strict=True,
-            )
-        ]
-        z = torch.stack(rows)  # [R, Hkv, g, N, b]
-        if obs.valid is not None:
-            z = z.masked_fill(~obs.valid.reshape(-1, 1, 1, size, 1), -torch.inf)
-        share = z.flatten(-2).softmax(-1).view_as(z).mean(2)
-        norms = values.float().norm(dim=-1).transpose(-3, -2)  # [..., Hkv, N, b]
-        return of_blocks((share.reshape(*lead, kv_heads, size, block) + self.eps) * norms)
+        directions = self._rotated(obs, queries.float(), positions)
+        directions = directions.unflatten(-2, (kv_heads, -1))
+        rows = zip(
+            directions.reshape(-1, *directions.shape[-4:]),  # [R, 1 + W, Hkv, g, D]
+            keys.reshape(-1, size, kv_heads, block, dim),
+            values.reshape(-1, size, kv_heads, block, values.shape[-1]),
+            obs.candidates.reshape(-1, size),
+            strict=True,
+        )
+        return torch.stack([self._row(*row, obs.scale) for row in rows]).view(*lead, size)
 
     def _rotated(self, obs: Observation, queries: Tensor, positions: Tensor) -> Tensor:
         """R mu, then R (q - mu) of each query, [..., 1 + W, Hq, D]."""
@@ -79,8 +78,24 @@ class ExpectedAttention(Policy):
         turn = rope.cos[ahead].float().mean(0), rope.sin[ahead].float().mean(0)
         return rope.turned(torch.cat([mean, plain - mean], dim=-3), *turn)
 
-    @staticmethod
-    def _row(directions: Tensor, keys: Tensor, scale: float) -> Tensor:
-        """z [Hkv, g, N, b] of one row: directions [1 + W, Hkv, g, D], keys [N, Hkv, b, D]."""
-        logits = scale * torch.einsum("whgd,nhbd->hgwnb", directions, keys.float())
-        return logits[:, :, 0] + logits[:, :, 1:].square().mean(2) / 2
+    def _row(
+        self, directions: Tensor, keys: Tensor, values: Tensor, candidates: Tensor, scale: float
+    ) -> Tensor:
+        """Weights [N] of one row: directions [1 + W, Hkv, g, D], keys and values [N, Hkv, b, D].
+
+        Holds about MAX_LOGITS logits at a time, as attention maps do.
+        """
+        size, kv_heads, block = keys.shape[:3]
+        step = max(1, base.MAX_LOGITS // (len(directions) * directions.shape[2] * size * block))
+        found = []
+        for first in range(0, kv_heads, step):
+            some = slice(first, first + step)
+            logits = torch.einsum("whgd,nhbd->whgnb", directions[:, some], keys[:, some].float())
+            logits *= scale
+            z = logits[0] + logits[1:].square_().mean(0) / 2  # [h, g, N, b]
+            z.masked_fill_(~candidates[:, None], -torch.inf)
+            # No candidate at all: no share.
+            share = z.flatten(-2).softmax(-1).nan_to_num_(nan=0.0).view_as(z).mean(1)
+            norms = values[:, some].float().norm(dim=-1).transpose(0, 1)  # [h, N, b]
+            found.append((share + self.eps) * norms)
+        return of_blocks(torch.cat(found))

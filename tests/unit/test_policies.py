@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nexus_vllm import policies
 from nexus_vllm.policies import Observation, Policy, Rope, base, block_attention, score
@@ -228,6 +229,32 @@ def test_in_pieces(policy: Policy, limit: int, monkeypatch: pytest.MonkeyPatch) 
     whole, _ = score(policy, seen)
     monkeypatch.setattr(base, "MAX_LOGITS", limit)
     torch.testing.assert_close(score(policy, seen)[0], whole)
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that an operation returns anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not func.is_view:
+            self.size = max(self.size, out.numel())
+        return out
+
+
+@every_policy
+def test_memory_is_bounded(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor is larger than the logits of one KV head of one row, or the limit."""
+    monkeypatch.setattr(base, "MAX_LOGITS", 1000)
+    shape: dict[str, Any] = {"lead": (2,), "blocks": 8, "block": 16, "window": 32, "query_heads": 8}
+    obs = as_seen_by(policy, observe(**shape))
+    with Largest() as largest:
+        score(policy, obs)
+    # Four query heads share a KV head. Expected attention has a row more than W: the mean.
+    assert 0 < largest.size <= (32 + 1) * 4 * 8 * 16
 
 
 @pytest.mark.parametrize("name", policies.names())

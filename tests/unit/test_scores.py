@@ -225,6 +225,8 @@ def expected_attention(row: Row, policy: ExpectedAttention) -> Tensor:
     turns = [rotation(row.obs.rope, last + 1 + i, dim) for i in range(policy.future)]
     turn = torch.stack(turns).mean(0)
     total = torch.zeros(len(row.at)).double()
+    block = len(row.at) // len(row.order)
+    may_leave = row.obs.candidates[row.order].repeat_interleave(block)
     for head in range(queries.shape[1]):
         keys, values = row.keys[head // group], row.values[head // group]
         mean = turn @ queries[:, head].mean(0)
@@ -232,7 +234,9 @@ def expected_attention(row: Row, policy: ExpectedAttention) -> Tensor:
         covariance = turn @ (spread.T @ spread / len(spread)) @ turn.T
         z = row.obs.scale * keys @ mean
         z += row.obs.scale**2 * torch.einsum("td,de,te->t", keys, covariance, keys) / 2
-        total += (z.softmax(0) + policy.eps) * values.norm(dim=-1)
+        share = torch.zeros_like(z)
+        share[may_leave] = z[may_leave].softmax(0)
+        total += (share + policy.eps) * values.norm(dim=-1)
     return row.blocks(total) / queries.shape[1]
 
 
@@ -488,6 +492,21 @@ def test_a_sink_that_gets_almost_everything(policy: Policy, reading: Reading, re
     for layer in range(len(LAYERS)):
         assert Row.of(row_of(obs, layer)).attention()[..., 0].amin() > 0.999
     check(policy, reading, obs, rtol=1e-3)
+
+
+@pytest.mark.parametrize("block", [0, 9])
+def test_expected_attention_does_not_ask_what_forced_blocks_get(block: int, real: Real) -> None:
+    """However much a block gets that stays anyway, the others weigh what they did."""
+    policy, obs = ExpectedAttention(), with_sink(real.obs, math.log(999))
+    assert obs.keys is not None
+    forced = replace(obs, candidates=obs.candidates & (obs.block_ids != block))
+    weights, _ = score(policy, forced)
+    keys = obs.keys.clone()
+    keys[obs.block_ids == block] *= 3
+    other, _ = score(policy, replace(forced, keys=keys))
+    assert torch.equal(weights[forced.candidates], other[forced.candidates])
+    free = replace(obs, candidates=torch.ones_like(obs.candidates))
+    assert not torch.allclose(score(policy, free)[0], score(policy, replace(free, keys=keys))[0])
 
 
 @pytest.mark.parametrize("policy", [policies.make(name) for name in policies.names()], ids=str)
