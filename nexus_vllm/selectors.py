@@ -91,7 +91,11 @@ def priorities(
     count = n if kind == "reservoir" else 1
     u = uniforms(seed, event, layers, block_ids, count).to(torch.float64)
     if kind == "reservoir":
-        return torch.logsumexp(u.log() / weights[..., None], dim=-1) - math.log(n)
+        keys = u.log() / weights[..., None]
+        # Next to 1 a mean of powers loses what tells large weights apart; its distance to 1 keeps.
+        near = keys.clamp(min=-1).expm1().mean(-1).log1p()
+        means = torch.logsumexp(keys, dim=-1) - math.log(n)
+        return torch.where(keys.amin(-1) < -1, means, near)
     if kind == "pareto":
         return inclusion(weights, draws).logit().clamp(max=_CERTAIN) - u[..., 0].logit()
     return weights.log() - temperature * (-u[..., 0].log()).log()

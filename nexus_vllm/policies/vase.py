@@ -1,16 +1,20 @@
 """VaSE: a share of the room for values of large range (arXiv 2606.03928)."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from nexus_vllm.policies.base import Observation, Policy, token_attention
 from nexus_vllm.policies.tokens import check_pool, of_blocks, pooled
 
-_RESERVED = 1e30
-"""Added to the weight of a reserved block. No other weight is more than 1, so that it stays with
-any selector; "gumbel" may drop it at temperatures far above 1, where weights hardly count."""
+_RESERVED = (1e20, 1e34)
+"""Added to the weights of reserved blocks, from the smallest range to the largest, evenly in their
+logarithms. No other weight is more than 1, so that reserved blocks stay with any selector, and
+where a row keeps fewer than there are, those of the largest ranges do; "gumbel" may do otherwise at
+temperatures far above 1, where weights hardly count."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +23,9 @@ class VaSE(Policy):
 
     Range(v) = max - min over a value's dimensions; of a block, its largest token's, averaged over
     heads. Of the blocks that are not forced, round(share * how many of them will stay) with the
-    largest range stay in any case; the selector draws the others. The paper samples them by A-Res,
-    which is the selector "gumbel" at temperature 1.
+    largest range stay in any case; the selector draws the others. Where rows keep different
+    numbers, that is of their average, and a row with less room keeps those of the largest range.
+    The paper samples the others by A-Res, which is the selector "gumbel" at temperature 1.
 
     share: of the room, 0 to 1. pool: tokens over which attention is averaged.
     Raises ValueError on a value out of range.
@@ -52,4 +57,7 @@ class VaSE(Policy):
         newest_first = obs.block_ids.argsort(dim=-1, descending=True)
         rank = spread.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
         rank = newest_first.gather(-1, rank).argsort(dim=-1)
-        return weights + _RESERVED * (rank < reserved[..., None])
+        count = reserved[..., None]
+        low, high = (math.log10(end) for end in _RESERVED)
+        step = (high - low) / count.clamp(min=1)
+        return weights + torch.where(rank < count, 10 ** (high - step * rank), 0.0)

@@ -696,6 +696,33 @@ def test_whatever_draws_the_others_reserved_blocks_stay(selector: str, temperatu
     assert ((weights > 1) & kept).sum(-1).tolist() == [2] * rows
 
 
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_a_row_with_less_room_than_is_reserved_keeps_the_largest_values(
+    selector: str, keep: int
+) -> None:
+    """Under uneven budgets `Observation.keep` is an average."""
+    rows = 40
+    obs = replace(observe(lead=(rows,), blocks=8), keep=5)
+    obs = replace(obs, candidates=torch.ones_like(obs.candidates))
+    weights, _ = score(VaSE(share=0.8), obs)
+    assert (weights > 1).sum(-1).tolist() == [4] * rows
+    kept = select(
+        selector,
+        weights,
+        keep,
+        ~obs.candidates,
+        seed=0,
+        event=0,
+        layers=obs.layers,
+        block_ids=obs.block_ids,
+    )
+    for index in range(rows):
+        row = Row.of(row_of(obs, index))
+        best = row.order[value_range(row).argsort(descending=True)[:keep]]
+        assert kept[index].nonzero().flatten().tolist() == sorted(best.tolist())
+
+
 def test_vase_with_equal_values_reserves_the_newest(real: Real) -> None:
     obs = changed(real.obs, ("values",), torch.ones_like)
     order = torch.randperm(10, generator=torch.Generator().manual_seed(3))

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from decimal import Context, Decimal, localcontext
 from typing import Any
 
 import pytest
@@ -326,6 +327,30 @@ def test_literal_powers_underflow_where_ours_do_not(n: int) -> None:
     )
     assert bool(ours.isfinite().all())
     assert ours.unique().numel() >= size - 8  # 23-bit uniforms: about one repeat in 4096
+
+
+@pytest.mark.parametrize("weight", [1e-3, 0.3, 1.0, 2.0, 30.0, 1e6, 1e15, 1e30])
+def test_equation_6_tells_weights_apart_however_large(weight: float) -> None:
+    """To 12 digits of log pi, and of its distance to 0 where pi is next to 1."""
+    layers, ids = torch.arange(1), torch.arange(50)[None]
+    found = priorities(
+        "reservoir",
+        torch.full((1, 50), weight),
+        seed=5,
+        event=0,
+        layers=layers,
+        block_ids=ids,
+        n=5,
+        draws=layers,
+    )
+    exact = []
+    with localcontext(Context(prec=60)):
+        w = Decimal(float(torch.tensor(weight)))  # as float32 has it
+        for draws in uniforms(5, 0, layers, ids, 5)[0].tolist():
+            powers = [(Decimal(u).ln() / w).exp() for u in draws]
+            exact.append(float((sum(powers) / 5).ln()))
+    expected = torch.tensor([exact], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
