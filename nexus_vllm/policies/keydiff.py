@@ -7,13 +7,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from nexus_vllm.policies.base import Observation, Policy
+from nexus_vllm.policies.tokens import spread_out
 
 
 @dataclass(frozen=True)
 class KeyDiff(Policy):
-    """w_j = 1 - cos(k, mean of all unit keys), averaged over the block's tokens and over heads.
+    """w_j = e^z of -cos(k, mean of all unit keys), averaged over the block's tokens and over heads.
 
-    It looks at no queries, and so knows nothing of what is asked.
+    z: `spread_out`. The method keeps the highest. It looks at no queries, and so knows nothing of
+    what is asked.
     """
 
     name: ClassVar[str] = "keydiff"
@@ -25,4 +27,4 @@ class KeyDiff(Policy):
         if obs.valid is not None:
             counted = unit * obs.valid[..., None, None, None]
         anchor = functional.normalize(counted.sum(dim=(-4, -2), keepdim=True), dim=-1)
-        return (1 - (unit * anchor).sum(-1)).mean(dim=(-2, -1)).clamp(min=0)
+        return spread_out(-(unit * anchor).sum(-1).mean(dim=(-2, -1)), obs.candidates)

@@ -2,6 +2,7 @@
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -31,6 +32,22 @@ def pooled(scores: Tensor, block_ids: Tensor, kernel: int, pooling: Pooling = "a
 def of_blocks(scores: Tensor, heads: Pool = "mean") -> Tensor:
     """Weights [..., N] of token scores [..., H, N, b]: summed in a block, pooled over heads."""
     return pool(scores.sum(-1), heads, -2)
+
+
+def spread_out(scores: Tensor, candidates: Tensor) -> Tensor:
+    """Weights [..., N] of scores that only rank blocks: e^z, z in standard deviations.
+
+    z is the distance of a score from the mean of the row's candidates. Scores of a method that
+    keeps the highest may be all but alike; selectors read ratios of weights, and would draw from
+    such almost evenly. The ranking stays. Differences in the last bits do not count, nor z over 80.
+    """
+    exact = scores.double()
+    count = candidates.sum(-1, keepdim=True).clamp(min=1)
+    mean = (exact * candidates).sum(-1, keepdim=True) / count
+    apart = exact - mean
+    deviation = ((apart.square() * candidates).sum(-1, keepdim=True) / count).sqrt()
+    deviation = torch.maximum(deviation, mean.abs() * 2**-20).clamp(min=torch.finfo().tiny)
+    return (apart / deviation).clamp(-80, 80).exp().float()
 
 
 def check_pool(policy: str, kernel: int, pooling: str = "avg") -> None:

@@ -170,7 +170,8 @@ def test_contract(policy: Policy, shape: dict[str, Any]) -> None:
     assert torch.equal(score(policy, seen)[0], weights)
 
     order = torch.randperm(seen.block_ids.shape[-1], generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(score(policy, permuted(seen, order))[0], weights[..., order])
+    shuffled, _ = score(policy, permuted(seen, order))
+    torch.testing.assert_close(shuffled, weights[..., order], rtol=1e-4, atol=1e-5)
     if shape.get("lead"):
         for index in range(len(weights)):
             torch.testing.assert_close(score(policy, row_of(seen, index))[0], weights[index])

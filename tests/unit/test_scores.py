@@ -178,17 +178,27 @@ def cake(row: Row, policy: CakeScore) -> Tensor:
     return total / len(row.attention())
 
 
+def spread_out(row: Row, scores: Tensor) -> Tensor:
+    """e to the standard score among candidates, unless all are alike to six digits."""
+    among = [x for x, may in zip(scores, row.obs.candidates[row.order], strict=True) if may]
+    mean = sum(among) / max(1, len(among))
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in among) / max(1, len(among)))
+    deviation = max(deviation, abs(mean) / 2**20, 1e-37)
+    return ((scores - mean) / deviation).clamp(-80, 80).exp()
+
+
 def keydiff(row: Row, policy: KeyDiff) -> Tensor:
     total = torch.zeros(len(row.at)).double()
     for keys in row.keys:
         anchor = torch.stack([key / key.norm() for key in keys]).mean(0)
-        total += 1 - torch.stack([key @ anchor / key.norm() / anchor.norm() for key in keys])
-    return row.blocks(total) / len(row.keys) / (len(row.at) // len(row.order))
+        total -= torch.stack([key @ anchor / key.norm() / anchor.norm() for key in keys])
+    block = len(row.at) // len(row.order)
+    return spread_out(row, row.blocks(total) / len(row.keys) / block)
 
 
 def knorm(row: Row, policy: KNorm) -> Tensor:
     norms = row.keys.square().sum(-1).sqrt().mean(0)
-    return (len(row.at) // len(row.order)) / row.blocks(norms)
+    return spread_out(row, -row.blocks(norms) / (len(row.at) // len(row.order)))
 
 
 def rotation(rope: Rope, position: int, dim: int) -> Tensor:
@@ -774,7 +784,7 @@ def test_random_generated_gives_up_generated_blocks_first() -> None:
 
 def by_heads(policy: Policy) -> str | None:
     """What makes the weights of KV heads those of a layer: "mean", "max" or nothing."""
-    if policy.name == "knorm" or getattr(policy, "heads", None) == "mean":
+    if policy.name in ("keydiff", "knorm") or getattr(policy, "heads", None) == "mean":
         return None
     return getattr(policy, "pool_heads", "mean")
 
@@ -783,7 +793,7 @@ def by_heads(policy: Policy) -> str | None:
     "policy", [pytest.param(pair[0], id=str(pair[0])) for pair in READINGS if by_heads(pair[0])]
 )
 def test_kv_heads_as_rows_make_the_whole(policy: Policy, real: Real) -> None:
-    """How a caller keeps one set per KV head. KNorm's weight is no mean over heads."""
+    """How a caller keeps one set per KV head."""
     obs = real.obs
     assert obs.queries is not None
     assert obs.keys is not None
