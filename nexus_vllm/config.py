@@ -64,7 +64,7 @@ ENGINE_WIDE = frozenset(
 SCORE = frozenset(
     {
         *("policy", "window", "walk_steps", "lam", "eps_tie"),
-        *("heads", "walk_rows", "walk_over", "parameters"),
+        *("heads", "walk_rows", "walk_over", "walk_state", "pool_rows", "pool_heads", "parameters"),
     }
 )
 """Settings that a profile is measured under."""

@@ -39,6 +39,7 @@ NEXUS = {
     "budget": "full",
     "allocator": "uniform",  # the bundled model ships with a profile: the default would be lu
     "chunk": 64,
+    "variants": {"nexus-carried": {"walk_state": "carried"}},
     "trace": True,
     "check_integrity": True,
 }

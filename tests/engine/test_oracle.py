@@ -14,8 +14,7 @@ import torch
 from nexus_vllm import policies
 
 from . import probes
-from .conftest import NEXUS
-from .harness import Engine, Engines, Mode, Request, Result
+from .harness import Engine, Request, Result
 from .reference import Llama, visibility
 from .texts import prose
 
@@ -79,17 +78,13 @@ def test_logits_equal_masked_attention_after_a_streamed_prompt(nexus: Engine, ll
     assert (full - result.logits).abs().amax(-1).median() > 400 * TOLERANCE
 
 
-@pytest.mark.engine
-@pytest.mark.v2
-def test_logits_equal_masked_attention_where_walks_go_on(engines: Engines, llama: Llama) -> None:
+def test_logits_equal_masked_attention_where_walks_go_on(nexus: Engine, llama: Llama) -> None:
     """What each block brings along decides from the second eviction on; the same oracle holds."""
-    mode, traces = Mode("v2", "async"), {}
-    for state in ("fresh", "carried"):
-        engine = engines(mode, nexus={**NEXUS, "walk_state": state})
-        request = ask(engine, 128, "nexus")
-        (result,) = engine.generate([request])
-        check_against_reference(engine, llama, request, result)
-        traces[state] = engine.do(probes.trace, result.id)
-    first, *later = zip(*traces.values(), strict=True)
+    requests = [ask(nexus, 128, policy) for policy in ("nexus", "nexus-carried")]
+    traces = []
+    for request, result in zip(requests, nexus.generate(requests), strict=True):
+        check_against_reference(nexus, llama, request, result)
+        traces.append(nexus.do(probes.trace, result.id))
+    first, *later = zip(*traces, strict=True)
     assert torch.equal(first[0].kept, first[1].kept)
     assert not all(torch.equal(fresh.kept, carried.kept) for fresh, carried in later)

@@ -25,12 +25,16 @@ from nexus_vllm.policies.h2o import H2O
 from nexus_vllm.policies.keydiff import KeyDiff
 from nexus_vllm.policies.knorm import KNorm
 from nexus_vllm.policies.nexus import Nexus, WalkOver
+from nexus_vllm.policies.random_blocks import RandomBlocks, RandomGenerated
 from nexus_vllm.policies.snapkv import SnapKV
+from nexus_vllm.policies.streaming_llm import StreamingLLM
 from nexus_vllm.policies.tova import TOVA
 from nexus_vllm.policies.vase import VaSE
 from nexus_vllm.selectors import SELECTORS, select
 
 from .test_policies import SHAPES, as_seen_by, changed, kept_ids, observe, permuted, row_of
+from .test_rng import splitmix
+from .test_selectors import LAWS, check_inclusion
 
 # --- the readings -----------------------------------------------------------------------------
 
@@ -268,6 +272,19 @@ def reserved(row: Row, policy: VaSE) -> set[int]:
     return {ids[j] for j in free[:count]}
 
 
+def streaming_llm(row: Row, policy: StreamingLLM) -> Tensor:
+    return 1 + row.obs.block_ids[row.order].double()
+
+
+def drawn(row: Row, policy: RandomBlocks) -> Tensor:
+    obs, layer = row.obs, int(row.obs.layers)
+    ids = obs.block_ids[row.order].tolist()
+    numbers = [splitmix(obs.seed, obs.event, layer, j, 0) for j in ids]
+    if policy.name == "random-generated":
+        numbers = [x + (j < obs.prompt_blocks) for j, x in zip(ids, numbers, strict=True)]
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
 Reading = Callable[[Row, Any], Tensor]
 READINGS: list[tuple[Policy, Reading]] = [
     (Nexus(), nexus),
@@ -298,6 +315,9 @@ READINGS: list[tuple[Policy, Reading]] = [
     (ExpectedAttention(future=1), expected_attention),
     (VaSE(share=0.0), snapkv),
     (VaSE(share=0.0, pool=3), snapkv),
+    (StreamingLLM(), streaming_llm),
+    (RandomBlocks(), drawn),
+    (RandomGenerated(), drawn),
 ]
 
 
@@ -323,6 +343,11 @@ def check(policy: Policy, reading: Reading, obs: Observation, rtol: float = 1e-4
 each_reading = pytest.mark.parametrize(
     ("policy", "reading"), [pytest.param(*pair, id=str(pair[0])) for pair in READINGS]
 )
+
+
+def test_every_policy_is_read() -> None:
+    assert {policy.name for policy, _ in READINGS} == set(policies.names())
+
 
 # --- on random tensors ------------------------------------------------------------------------
 
@@ -462,12 +487,23 @@ def test_one_block(policy: Policy, reading: Reading, real: Real) -> None:
 
 
 @each_reading
+@pytest.mark.parametrize("ids", [[4], []], ids=str)
+def test_one_candidate_and_none(
+    policy: Policy, reading: Reading, ids: list[int], real: Real
+) -> None:
+    may = torch.isin(real.obs.block_ids, torch.tensor(ids, dtype=torch.int64))
+    check(policy, reading, replace(real.obs, candidates=may))
+
+
+@each_reading
 def test_blocks_that_are_all_alike(policy: Policy, reading: Reading, real: Real) -> None:
     obs = real.obs
     assert obs.query_positions is not None
     obs = changed(obs, ("keys", "values"), lambda x: x[:, :1].expand_as(x).clone())
     obs = replace(obs, query_positions=obs.query_positions + BLOCK)
     check(policy, reading, obs)
+    if reading in (streaming_llm, drawn):  # they look at nothing but where a block is
+        return
     weights, _ = score(policy, as_seen_by(policy, obs))
     inner = weights[obs.candidates].view(len(LAYERS), -1)
     torch.testing.assert_close(inner, inner[:, :1].expand_as(inner))
@@ -540,6 +576,22 @@ def test_denormal_weights(policy: Policy, selector: str, real: Real) -> None:
         block_ids=obs.block_ids,
     )
     assert kept.sum(-1).tolist() == [6] * len(LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("policy", "selector", "options"),
+    [
+        pytest.param(policy, *law, id=f"{policy.name}-{law}")
+        for policy in map(policies.make, policies.names())
+        for law in LAWS
+        if policy.selector in (None, law[0])
+    ],
+)
+def test_inclusion_frequencies_of_real_weights(
+    policy: Policy, selector: str, options: dict[str, Any], real: Real
+) -> None:
+    weights, _ = score(policy, as_seen_by(policy, replace(real.obs, keep=2)))
+    check_inclusion(selector, options, weights[1], ~real.obs.candidates[1], 5)
 
 
 @pytest.mark.parametrize("policy", [policies.make(name) for name in policies.names()], ids=str)
@@ -784,7 +836,10 @@ def test_random_generated_gives_up_generated_blocks_first() -> None:
 
 def by_heads(policy: Policy) -> str | None:
     """What makes the weights of KV heads those of a layer: "mean", "max" or nothing."""
-    if policy.name in ("keydiff", "knorm") or getattr(policy, "heads", None) == "mean":
+    if (
+        policy.name in ("keydiff", "knorm", "random", "random-generated")
+        or getattr(policy, "heads", None) == "mean"
+    ):
         return None
     return getattr(policy, "pool_heads", "mean")
 

@@ -5,6 +5,7 @@ import math
 from decimal import Context, Decimal, localcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -288,6 +289,103 @@ def test_pi_ps_includes_each_block_with_its_probability(kind: str, slack: float)
     assert expected[1] == 1
     sigma = (expected * (1 - expected) / rows).sqrt()
     assert torch.all((kept.double().mean(0) - expected).abs() <= 4 * sigma + slack)
+
+
+def race(chances: list[float], draws: int) -> np.ndarray:
+    """Inclusion probabilities of Pareto sampling, by integration.
+
+    Block j finishes at odds(u) / odds(p_j), so before t / (1 - t) with probability
+    t p_j / (t p_j + (1 - t) (1 - p_j)); the first `draws` stay. Blocks of p = 1 are there at once.
+    """
+    p = np.array(chances)
+    sure = p >= 1
+    edges = np.linspace(0, 1, 20_001)
+    ahead = edges[:, None] * p / (edges[:, None] * p + (1 - edges[:, None]) * (1 - p) + 1e-300)
+    middle = (edges[1:, None] + edges[:-1, None]) / 2
+    before = middle * p / (middle * p + (1 - middle) * (1 - p) + 1e-300)
+    out = sure.astype(float)
+    left = draws - int(sure.sum())
+    for j in np.flatnonzero(~sure):
+        rivals = np.zeros((len(middle), left))  # how many others are there already, if fewer
+        rivals[:, :1] = 1
+        for k in np.flatnonzero(~sure & (np.arange(len(p)) != j)):
+            there = before[:, k, None]
+            moved = np.pad(rivals, ((0, 0), (1, 0)))[:, :-1]
+            rivals = rivals * (1 - there) + moved * there
+        out[j] = np.diff(ahead[:, j]) @ rivals.sum(1)
+    return out
+
+
+def literal(weights: list[float], draws: int, n: int, trials: int) -> np.ndarray:
+    """Frequencies of Eq. 6 as it is written, with random numbers of another kind."""
+    u = np.random.default_rng(0).random((trials, len(weights), n))
+    keys = (u ** (1 / np.array(weights))[:, None]).mean(-1)
+    first = np.argpartition(-keys, draws - 1, axis=1)[:, :draws]
+    return np.bincount(first.ravel(), minlength=len(weights)) / trials
+
+
+TRIALS = 400_000
+LAWS: list[tuple[str, dict[str, Any]]] = [
+    ("topk", {}),
+    ("reservoir", {"n": 1}),
+    ("reservoir", {"n": 5}),
+    ("gumbel", {"temperature": 0.1}),
+    ("gumbel", {"temperature": 0.3}),
+    ("gumbel", {"temperature": 1.0}),
+    ("pareto", {}),
+    ("systematic", {}),
+]
+"""Selectors with their parameters, all of SELECTORS."""
+
+
+def expected_inclusion(
+    kind: str, options: dict[str, Any], weights: list[float], draws: int
+) -> Tensor:
+    """Probabilities [N] that each of N blocks of different weights, all > 0, is among `draws`.
+
+    Gumbel noise at T on log w is noise at 1 on log w^(1/T), and that is successive sampling.
+    """
+    if kind == "topk":
+        best = sorted(range(len(weights)), key=lambda j: weights[j])[-draws:]
+        return torch.tensor([float(j in best) for j in range(len(weights))]).double()
+    if kind == "reservoir" and options["n"] > 1:
+        return torch.from_numpy(literal(weights, draws, options["n"], TRIALS))
+    if kind == "pareto":
+        return torch.from_numpy(race(water_filling(weights, draws), draws))
+    if kind == "systematic":
+        return torch.tensor(water_filling(weights, draws)).double()
+    scaled = [w / max(weights) for w in weights]
+    law = successive_sampling([w ** (1 / options.get("temperature", 1.0)) for w in scaled], draws)
+    found = [sum(p for kept, p in law.items() if j in kept) for j in range(len(weights))]
+    return torch.tensor(found).double()
+
+
+def check_inclusion(
+    kind: str, options: dict[str, Any], weights: Tensor, forced: Tensor, keep: int
+) -> None:
+    """20,000 draws of one row, [N], against theory: 4.5 standard errors, and its own accuracy."""
+    rows = 20_000
+    many = forced.expand(rows, -1)
+    kept = pick(kind, weights.expand(rows, -1), keep, forced=many, **options)
+    assert bool(kept[many].all())
+    free = [float(w) for w in weights[~forced]]
+    expected = expected_inclusion(kind, options, free, keep - int(forced.sum()))
+    seen = kept.double().mean(0)[~forced]
+    assert expected.sum().item() == pytest.approx(keep - int(forced.sum()), abs=1e-6)
+    error = (expected * (1 - expected)).clamp(min=0).sqrt() * (1 / rows + 1 / TRIALS) ** 0.5
+    assert torch.all((seen - expected).abs() <= 4.5 * error + 1e-4), f"{seen} for {expected}"
+
+
+def test_every_selector_has_its_law() -> None:
+    assert {kind for kind, _ in LAWS} == set(SELECTORS)
+
+
+@pytest.mark.parametrize(("kind", "options"), LAWS, ids=str)
+@pytest.mark.parametrize("scale", [0.01, 1.0, 20.0])
+def test_inclusion_frequencies(kind: str, options: dict[str, Any], scale: float) -> None:
+    weights = torch.tensor([2.0, 9.0, 0.7, 0.05, 1.2, 0.3, 0.15, 0.4]) * scale
+    forced = torch.arange(8) == 1
+    check_inclusion(kind, options, weights, forced, 4)
 
 
 def test_systematic_spreads_over_the_text() -> None:
