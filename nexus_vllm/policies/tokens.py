@@ -43,10 +43,10 @@ def spread_out(scores: Tensor, candidates: Tensor) -> Tensor:
     """
     exact = scores.double()
     count = candidates.sum(-1, keepdim=True).clamp(min=1)
-    mean = (exact * candidates).sum(-1, keepdim=True) / count
+    mean = exact.masked_fill(~candidates, 0).sum(-1, keepdim=True) / count
     apart = exact - mean
-    deviation = ((apart.square() * candidates).sum(-1, keepdim=True) / count).sqrt()
-    deviation = torch.maximum(deviation, mean.abs() * 2**-20).clamp(min=torch.finfo().tiny)
+    variance = apart.square().masked_fill(~candidates, 0).sum(-1, keepdim=True) / count
+    deviation = torch.maximum(variance.sqrt(), mean.abs() * 2**-20).clamp(min=torch.finfo().tiny)
     return (apart / deviation).clamp(-80, 80).exp().float()
 
 
