@@ -264,7 +264,8 @@ def run(args: argparse.Namespace) -> int:
     lines = [line for line in results.lines if key_of(line) in planned]
     told = _told(args, suite, folder, versions)
     took = f"{time.monotonic() - begun:.0f} s for {len(left)} of them"
-    told["kvpress"] = f"{len(lines)} results; the last run took {took}"
+    seconds = sum(line["seconds"] for line in lines)
+    told["kvpress"] = f"{len(lines)} results in {seconds:.0f} s; the last run took {took}"
     print(_report(args, suite, list(names), identity, lines, told))
     return 0
 
