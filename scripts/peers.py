@@ -209,7 +209,7 @@ def environment() -> Path:
     say(f"making {where.name}")
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(where)], check=True)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
-    pip += ["--prefer-binary", "--constraint", str(LOCK)]
+    pip += ["--prefer-binary", "--no-compile", "--constraint", str(LOCK)]
     subprocess.run([*pip, torch], check=True, stdout=sys.stderr)
     subprocess.run([*pip, "--no-deps", "-r", str(LOCK)], check=True, stdout=sys.stderr)
     stamp.write_text(inputs)
