@@ -196,9 +196,9 @@ class Server:
         body = {"model": SERVED, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         return self.post("/v1/completions", body)
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def post(self, path: str, body: dict[str, Any], timeout: float = 600) -> dict[str, Any]:
         """A JSON reply to a JSON body."""
-        with self.open(path, body) as reply:
+        with self.open(path, body, timeout=timeout) as reply:
             told: dict[str, Any] = json.load(reply)
         return told
 

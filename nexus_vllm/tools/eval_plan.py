@@ -7,6 +7,9 @@ A *job* is one question under one policy, allocator, budget and seed, in one of 
   last of those; what such a cut dropped was dropped without knowing it. A server is started for
   each budget, its `chunk` chosen so that there is one such cut, exactly at the haystack's end.
 
+- `decode`: of suites that decode. A job is a whole stream: the haystack is the prompt, what follows
+  it is said token by token and evicted from on the way, and all of its questions are in it.
+
 The question's last token, the *lead*, is not in the prompt: it is the first that is generated. That
 one comes out of the step that computes the prompt's end, before the cut there; the answer, which
 comes next, is read from what the cut left.
@@ -16,12 +19,12 @@ same for every question and `--kv-budget-floor` has no say.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nexus_vllm.config import Budget, Settings
 from nexus_vllm.plan import EvictionPlan
-from nexus_vllm.tools.eval_samples import Question, Sample
+from nexus_vllm.tools.eval_samples import Question, Sample, Stream
 from nexus_vllm.tools.eval_suite import BLOCK
 
 FORCED = "force_tokens"
@@ -45,7 +48,10 @@ FULL = Method("none", "-")
 
 @dataclass(frozen=True)
 class Job:
-    """One request. `blocks`: its budget; None for the full cache, which has no setting either."""
+    """One request. `blocks`: its budget; None for the full cache, which has no setting either.
+
+    `question`: 0 where the sample has a stream, which asks them all.
+    """
 
     sample: int
     question: int
@@ -71,10 +77,11 @@ class Stage:
     jobs: list[Job]
 
 
-def budget_blocks(budget: str, tokens: int, settings: Settings) -> int:
-    """Blocks that `budget` leaves of a haystack of `tokens`. Raises ValueError where not 1 to all.
+def budget_blocks(budget: str, tokens: int, settings: Settings, decodes: bool = False) -> int:
+    """Blocks that `budget` leaves of `tokens`. Raises ValueError where nothing would be evicted, or
+    the server would not take it: its least is sink, recency and one block.
 
-    The least is what the server takes: sink, recency and one block.
+    tokens: of a haystack; where the suite `decodes`, with what is decoded after it.
     """
     parsed = Budget.parse(budget)
     if parsed.full:
@@ -82,10 +89,13 @@ def budget_blocks(budget: str, tokens: int, settings: Settings) -> int:
     kept = parsed.tokens(tokens, floor=1)
     assert kept is not None
     least, blocks = settings.min_budget_tokens // BLOCK, kept // BLOCK
-    if not least <= blocks < tokens // BLOCK:
+    most = tokens // BLOCK - 1
+    if decodes:  # evicted once it has grown by an interval; the last token is not computed
+        most -= settings.interval_blocks(blocks)
+    if not least <= blocks <= most:
         raise ValueError(
             f"budget {budget} of {tokens} tokens is {blocks} blocks of {BLOCK}: use {least} to "
-            f"{tokens // BLOCK - 1} blocks"
+            f"{most} blocks"
         )
     return blocks
 
@@ -102,10 +112,10 @@ def stages(
     """All jobs: for each start of a server sample after sample, the full cache first.
 
     So a haystack is computed once per start and found in the prefix cache by all others.
-    budgets: as asked -> blocks. limit: questions, of the first samples. own: the server is ours to
-    start with another chunk.
+    budgets: as asked -> blocks. limit: questions (or streams), of the first samples. own: the
+    server is ours to start with another chunk.
     """
-    asked = [(s, q) for s, sample in enumerate(samples) for q in range(len(sample.questions))]
+    asked = [(s, q) for s, sample in enumerate(samples) for q in range(sample.requests)]
     asked = asked[:limit]
     starts: list[list[str]] = [list(budgets)]
     if own and "later" in settings:
@@ -135,7 +145,6 @@ def stages(
 def body(job: Job, samples: Sequence[Sample], model: str) -> dict[str, Any]:
     """The request of a job to /v1/completions."""
     sample = samples[job.sample]
-    question = sample.questions[job.question]
     xargs: dict[str, Any] = {"kv_policy": job.method.policy}
     if job.blocks is not None:
         xargs |= {
@@ -144,24 +153,28 @@ def body(job: Job, samples: Sequence[Sample], model: str) -> dict[str, Any]:
             "kv_seed": str(job.seed),
             "kv_prefill": "streaming" if job.setting == "later" else "oneshot",
         }
-    *asked, lead = question.tokens
+    asked = {
+        "model": model,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_tokens_as_token_ids": True,
+        "vllm_xargs": xargs,
+    }
+    if sample.stream:
+        xargs[FORCED] = list(sample.stream.tokens)
+        prompt, tokens = list(sample.tokens), len(sample.stream.tokens)
+        return {**asked, "prompt": prompt, "max_tokens": tokens, "logprobs": 1}
+    question = sample.questions[job.question]
+    *given, lead = question.tokens
     forced = [lead, *question.answer_tokens]
     tokens = len(forced)
     if question.items:
         tokens = tokens * 3 // 2 + 8  # the reply may say more than the bare list
-        asked.append(lead)
+        given.append(lead)
     else:
         xargs[FORCED] = forced
-    return {
-        "model": model,
-        "prompt": [*sample.tokens, *asked],
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "logprobs": TOP,
-        "return_tokens_as_token_ids": True,
-        "vllm_xargs": xargs,
-    }
+    prompt = [*sample.tokens, *given]
+    return {**asked, "prompt": prompt, "max_tokens": tokens, "logprobs": TOP}
 
 
 def blind_share(job: Job, sample: Sample, settings: Settings) -> float:
@@ -233,6 +246,38 @@ def judge(question: Question, choice: Mapping[str, Any]) -> Judged:
         total += own
         right += own >= max(top.values())
     return Judged(float(right == count), right, count, total)
+
+
+def judge_stream(sample: Sample, stream: Stream, choice: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reply that says a sample's stream is worth, question by question and in its text.
+
+    `asked`: for each asking its place and what `judge` says of it. `passages`: for each of the
+    text's its first step, the log-probability of its tokens, summed, and the token that was the
+    likeliest at each. Raises ValueError where the reply is not the stream.
+    """
+    told = choice["logprobs"]
+    if told["tokens"] != [f"{TOKEN}{token}" for token in stream.tokens]:
+        raise ValueError(
+            f"the server does not say the {len(stream.tokens)} tokens that it is made to: start it "
+            "with --logits-processors nexus_vllm.tools.forcing:Forcing, on model runner V1"
+        )
+    asked = []
+    for asking in stream.asked:
+        question = sample.questions[asking.question]
+        place = slice(asking.step - 1, asking.step + len(question.answer_tokens))
+        own = {key: told[key][place] for key in ("tokens", "token_logprobs", "top_logprobs")}
+        judged = asdict(judge(question, {"logprobs": own}))
+        asked.append({**asdict(asking), "task": question.task, **judged})
+    text = []
+    for start, end in stream.text:
+        likeliest = [_likeliest(top) for top in told["top_logprobs"][start:end]]
+        logprob = sum(told["token_logprobs"][start:end])
+        text.append({"step": start, "logprob": round(logprob, 4), "likeliest": likeliest})
+    return {"asked": asked, "passages": text}
+
+
+def _likeliest(top: Mapping[str, float]) -> int:
+    return int(max(top, key=lambda name: top[name]).removeprefix(TOKEN))
 
 
 def misled(job: Job, record: Mapping[str, Any]) -> str | None:

@@ -98,7 +98,11 @@ def difference(
 
 @dataclass
 class Run:
-    """Everything the report tells. `lines`: of results.jsonl."""
+    """Everything the report tells.
+
+    `lines`: of results.jsonl; of streams a line for each asking, and `texts`, one for each passage
+    (nexus_vllm.tools.eval_streams).
+    """
 
     suite: Suite
     lines: Sequence[Line]
@@ -110,6 +114,7 @@ class Run:
     passes: Sequence[Mapping[str, Any]] = ()
     """For each haystack of each start: its server, requests and seconds, and prompt tokens: asked,
     found cached, and to be expected there."""
+    texts: Sequence[Line] = ()
 
     def pick(self, setting: str, method: Method, budget: str) -> list[Line]:
         if method == FULL:
@@ -123,20 +128,20 @@ class Run:
 
     def methods(self) -> list[Method]:
         """Those with results, in the order in which they came; without the full cache."""
-        found = (Method(line["policy"], line["allocator"]) for line in self.lines)
+        lines = itertools.chain(self.lines, self.texts)
+        found = (Method(line["policy"], line["allocator"]) for line in lines)
         return [method for method in dict.fromkeys(found) if method.policy != FULL.policy]
 
     def settings(self) -> list[str]:
-        return [s for s in self.suite.settings if any(line["setting"] == s for line in self.lines)]
+        return [s for s in self.suite.modes if any(line["setting"] == s for line in self.lines)]
 
     def shown(self, method: Method) -> str:
         """Its label; what `auto` came to, if it was always the same."""
         if method.allocator != "auto":
             return method.label
         own = (method.policy, method.allocator)
-        served = {
-            line["served"] for line in self.lines if (line["policy"], line["allocator"]) == own
-        }
+        lines = itertools.chain(self.lines, self.texts)
+        served = {line["served"] for line in lines if (line["policy"], line["allocator"]) == own}
         return f"{method.label} ({min(served)})" if len(served) == 1 else method.label
 
 
@@ -188,27 +193,12 @@ def references(run: Run) -> list[Method]:
 
 def render(run: Run, plots: Sequence[Plot] = ()) -> str:
     """The report as Markdown."""
-    suite = run.suite
-    lines = [f"# Suite {suite.name}", "", f"{suite.about[:1].upper()}{suite.about[1:]}.", ""]
-    lines += [f"- {key}: {value}" for key, value in run.told.items()]
     done = {(line["sample"], line["question"]) for line in run.lines}
-    lines += [
-        f"- questions: {len(done)} about {len({sample for sample, _ in done})} haystacks of "
-        f"{suite.prompt_tokens} tokens"
-    ]
-    lines += [f"- {note}" for note in _notes(run)]
-    if run.failures:
-        lines += ["", f"**{len(run.failures)} requests failed**", ""]
-        lines += [f"- {text}" for text in run.failures[:10]]
-    lines += [
-        "",
-        "Cells: mean over questions, seeds averaged first, and a 95 % interval: percentiles of "
-        f"{RESAMPLES} bootstrap means, questions resampled, seeded. Differences are paired by "
-        f"question; bold where the interval leaves 0 out and there are {FEWEST} questions or more. "
-        "How: docs/evaluation.md.",
-    ]
-    for plot in plots:
-        lines += ["", f"![{plot.caption}]({plot.file})"]
+    asked = (
+        f"questions: {len(done)} about {len({sample for sample, _ in done})} haystacks of "
+        f"{run.suite.prompt_tokens} tokens"
+    )
+    lines = head(run, asked, "question", "seeds averaged first", plots)
     for setting in run.settings():
         lines += ["", f"## Question {'in the window' if setting == 'in-window' else 'later'}"]
         for measure, title in MEASURES.items():
@@ -223,6 +213,27 @@ def render(run: Run, plots: Sequence[Plot] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
+def head(run: Run, asked: str, unit: str, averaged: str, plots: Sequence[Plot]) -> list[str]:
+    """What comes before the tables. `unit`: what is resampled; `averaged`: what before that."""
+    suite = run.suite
+    lines = [f"# Suite {suite.name}", "", f"{suite.about[:1].upper()}{suite.about[1:]}.", ""]
+    lines += [f"- {key}: {value}" for key, value in run.told.items()]
+    lines += [f"- {note}" for note in (asked, *_notes(run))]
+    if run.failures:
+        lines += ["", f"**{len(run.failures)} requests failed**", ""]
+        lines += [f"- {text}" for text in run.failures[:10]]
+    lines += [
+        "",
+        f"Cells: mean over {unit}s, {averaged}, and a 95 % interval: percentiles of {RESAMPLES} "
+        f"bootstrap means, {unit}s resampled, seeded. Differences are paired by {unit}; bold where "
+        f"the interval leaves 0 out and there are {FEWEST} {unit}s or more. "
+        "How: docs/evaluation.md.",
+    ]
+    for plot in plots:
+        lines += ["", f"![{plot.caption}]({plot.file})"]
+    return lines
+
+
 def _notes(run: Run) -> list[str]:
     notes = []
     if run.passes:
@@ -230,10 +241,11 @@ def _notes(run: Run) -> list[str]:
         requests, seconds = (sum(p[key] for p in run.passes) for key in ("requests", "seconds"))
         notes.append(f"{requests} requests in {seconds:.0f} s, starts of servers not counted")
         asked, found, due = (sum(p[key] for p in run.passes) for key in ("asked", "found", "due"))
-        notes.append(
-            f"prefix cache: {found:.0f} of {asked:.0f} prompt tokens found in it, at least "
-            f"{due:.0f} were to be"
-        )
+        if due:
+            notes.append(
+                f"prefix cache: {found:.0f} of {asked:.0f} prompt tokens found in it, at least "
+                f"{due:.0f} were to be"
+            )
         short = [p["name"] for p in run.passes if p["found"] < p["due"]]
         if short:
             notes.append(f"**haystacks computed more than once: {', '.join(short)}**")
@@ -272,12 +284,17 @@ def as_json(run: Run) -> str:
                         key = f"{measure} minus {other.label}"
                         told[key] = vars(difference(own, theirs))
             cells.append(told)
+    return written(run, cells)
+
+
+def written(run: Run, cells: Sequence[Mapping[str, Any]]) -> str:
+    """The JSON of a report with these cells."""
     whole = {
         "suite": run.suite.model_dump(mode="json"),
         "told": dict(run.told),
         "failures": list(run.failures),
         "passes": list(run.passes),
-        "cells": cells,
+        "cells": list(cells),
     }
     return json.dumps(finite(whole), indent=1) + "\n"
 

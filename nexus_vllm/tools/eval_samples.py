@@ -10,11 +10,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nexus_vllm.tools.eval_suite import (
+    BLOCK,
     CommonWordsTask,
     CopyTask,
+    Decode,
     FactTask,
     Group,
     Haystack,
@@ -56,13 +58,43 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Asking:
+    """A question within a stream.
+
+    step: of its answer's first token. since: tokens from the last one that told the answer, in the
+    haystack or in an earlier asking, to that. uses: how often it was asked before.
+    """
+
+    question: int
+    step: int
+    since: int
+    uses: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What is said after a haystack. `text`: first step and end of each passage that goes on with
+    the haystack's text; between them is asked."""
+
+    tokens: tuple[int, ...]
+    text: tuple[tuple[int, int], ...]
+    asked: tuple[Asking, ...]
+
+
+@dataclass(frozen=True)
 class Sample:
     """One haystack. `tokens` are exactly the suite's `prompt_tokens`, the tokenizer's first ones
-    (`<bos>`) included."""
+    (`<bos>`) included. Where there is a stream, the questions are asked within it."""
 
     name: str
     tokens: tuple[int, ...]
     questions: tuple[Question, ...]
+    stream: Stream | None = None
+
+    @property
+    def requests(self) -> int:
+        """How many requests ask all of it once."""
+        return 1 if self.stream else len(self.questions)
 
 
 @dataclass
@@ -119,11 +151,12 @@ def _sample(
     filler, common = _filler(suite, haystack, index, draw)
     asked = _asked(suite, group, common, draw)
     places = _places(asked, suite.depths, draw)
-    pieces, quotes = _assemble(filler, places, limit, length)
+    whole = suite.whole_tokens
+    pieces, quotes = _assemble(filler, places, limit, whole, length)
     text = " ".join(piece.text for piece in pieces)
     tokens = (*first, *encode(text))
-    if len(tokens) < limit:
-        raise ValueError(f"{name}: {len(tokens)} tokens, {limit} wanted; use a longer text")
+    if len(tokens) < whole:
+        raise ValueError(f"{name}: {len(tokens)} tokens, {whole} wanted; use a longer text")
 
     def place(offset: int) -> float:
         return (len(first) + len(encode(text[:offset]))) / limit
@@ -149,7 +182,56 @@ def _sample(
         questions.append(made)
     if common:
         _check_common(text, place, common, name)
-    return Sample(name, tokens[:limit], tuple(questions))
+    sample = Sample(name, tokens[:limit], tuple(questions))
+    if suite.decode is None:
+        return sample
+    stream = _stream(suite.decode, sample, tokens[limit:], encode, draw)
+    return replace(sample, stream=stream)
+
+
+def _stream(
+    decode: Decode, sample: Sample, flow: Sequence[int], encode: Encode, draw: random.Random
+) -> Stream:
+    """The text that goes on, `flow`, each stretch cut short for the questions that end it."""
+    order = list(range(len(sample.questions)))
+    draw.shuffle(order)
+    often, once = order[: decode.often], order[decode.often :]
+    told = [round(question.end * len(sample.tokens)) for question in sample.questions]
+    uses = Counter[int]()
+    said: list[int] = []
+    text: list[tuple[int, int]] = []
+    asked: list[Asking] = []
+    following = iter(flow)
+    for stretch in range(decode.stretches if order else 0):
+        turn = [once[stretch], *(often[stretch % len(often)] for _ in often[:1])]
+        parts = {
+            index: _asked_for(sample.questions[index], encode, index == turn[-1]) for index in turn
+        }
+        room = decode.every - sum(map(len, parts.values()))
+        if room < BLOCK:
+            raise ValueError(
+                f"{sample.name}: a stretch of {decode.every} tokens has {room} beside its "
+                f"questions; use every={decode.every - room + BLOCK} or more"
+            )
+        text.append((len(said), len(said) + room))
+        said += itertools.islice(following, room)
+        for index, part in parts.items():
+            step = len(said) + len(sample.questions[index].tokens)
+            at = len(sample.tokens) + step
+            asked.append(Asking(index, step, at - told[index], uses[index]))
+            uses[index] += 1
+            told[index] = at + len(sample.questions[index].answer_tokens)
+            said += part
+    if not order:
+        text = [(at, at + decode.every) for at in range(0, decode.tokens, decode.every)]
+        said = list(flow[: decode.tokens])
+    return Stream(tuple(said), tuple(text), tuple(asked))
+
+
+def _asked_for(question: Question, encode: Encode, last: bool) -> tuple[int, ...]:
+    """A question with its answer, and what leads back to the text where it is the last."""
+    _, end = _split(encode, question.text + question.answer, ".\n\n" if last else ".")
+    return (*question.tokens, *question.answer_tokens, *end)
 
 
 def _split(encode: Encode, question: str, answer: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -308,10 +390,11 @@ def _assemble(
     filler: Iterator[str],
     places: Sequence[tuple[float, str, _Asked]],
     limit: int,
+    whole: int,
     length: Callable[[str], int],
 ) -> tuple[list[_Piece], dict[int, int]]:
-    """Filler with the needles at their places, a little more than `limit` tokens; and the
-    characters from which on each quote may begin."""
+    """Filler with the needles at their places within `limit` tokens, a little more than `whole`
+    tokens; and the characters from which on each quote may begin."""
     pieces: list[_Piece] = []
     quotes: dict[int, int] = {}
     waiting = list(places)
@@ -325,7 +408,7 @@ def _assemble(
         characters += len(text) + 1
 
     # Sentences counted one by one may come to a few tokens more than all of them together.
-    while tokens < 1.05 * limit + 64:
+    while tokens < 1.05 * whole + 64:
         while waiting and tokens >= waiting[0][0] * limit:
             _, needle, item = waiting.pop(0)
             if item.quote:

@@ -11,6 +11,7 @@ from nexus_vllm.config import PRESET_SUFFIX, config_folder, nearest, shown
 
 BLOCK = 32
 SETTINGS = ("in-window", "later")
+DECODE = "decode"  # the only one of a suite that decodes
 
 
 class _Part(BaseModel):
@@ -163,7 +164,7 @@ class Group(_Part):
     """Tasks that share haystacks: each of these texts holds and answers all of them."""
 
     haystacks: tuple[Haystack, ...] = Field(min_length=1)
-    tasks: tuple[Task, ...] = Field(min_length=1)
+    tasks: tuple[Task, ...] = ()
 
     @model_validator(mode="after")
     def _fitting(self) -> "Group":
@@ -176,8 +177,33 @@ class Group(_Part):
         return self
 
 
+class Decode(_Part):
+    """What is said after each haystack, token by token: the text goes on, in stretches of `every`.
+
+    A stretch ends with a question that was not asked before and, in turn, with one of `often`
+    others, which are so asked again and again. Without tasks there are none, only the text.
+    """
+
+    tokens: int = Field(ge=1)
+    every: int = Field(ge=1)
+    often: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _whole(self) -> "Decode":
+        if self.tokens % self.every:
+            raise ValueError(f"tokens={self.tokens} is no multiple of every={self.every}")
+        return self
+
+    @property
+    def stretches(self) -> int:
+        return self.tokens // self.every
+
+
 class Suite(_Part):
-    """One file. `prompt_tokens`: of each haystack, in whole blocks; the question comes after it."""
+    """One file. `prompt_tokens`: of each haystack, in whole blocks; the question comes after it.
+
+    With `decode` the questions come while it decodes.
+    """
 
     name: str
     about: str
@@ -187,6 +213,7 @@ class Suite(_Part):
     budgets: tuple[str, ...] = ("50%", "20%", "10%")
     depths: tuple[float, float] = (0.05, 0.85)
     """First and last place of what is planted, as shares of the haystack."""
+    decode: Decode | None = None
     groups: tuple[Group, ...] = Field(min_length=1)
     facts: tuple[Fact, ...] = ()
     words: dict[str, tuple[str, ...]] = {}
@@ -198,6 +225,7 @@ class Suite(_Part):
         for fact in self.facts:
             self._list(fact.values)
         for group in self.groups:
+            self._askable(group)
             asked = sum(task.questions for task in group.tasks if task.task == "fact")
             if asked > len(self.facts):
                 raise ValueError(f"{asked} facts are asked for and {len(self.facts)} given")
@@ -207,6 +235,39 @@ class Suite(_Part):
                 if task.task in ("needle", "common-words"):
                     self._list("nouns")
         return self
+
+    def _askable(self, group: Group) -> None:
+        if self.decode is None:
+            if not group.tasks:
+                raise ValueError("a group has no tasks; only a suite with decode may do without")
+            return
+        if "settings" in self.model_fields_set:
+            raise ValueError("a suite with decode has no settings: its questions come later")
+        listed = [
+            task.name
+            for task in group.tasks
+            if task.task in ("variables", "common-words")
+            or (task.task == "needle" and task.values > 1)
+        ]
+        if listed:
+            raise ValueError(f"{listed[0]} is answered by a list, which decode cannot ask for")
+        asked = sum(task.questions for task in group.tasks)
+        wanted = self.decode.stretches + self.decode.often
+        if asked not in (0, wanted):
+            raise ValueError(
+                f"a group has {asked} questions and {self.decode.stretches} stretches of decode: "
+                f"use {wanted} questions, one for each and {self.decode.often} that are asked often"
+            )
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The settings that jobs have."""
+        return (DECODE,) if self.decode else self.settings
+
+    @property
+    def whole_tokens(self) -> int:
+        """What budgets are shares of: a haystack, and what is decoded after it."""
+        return self.prompt_tokens + (self.decode.tokens if self.decode else 0)
 
     def _list(self, name: str) -> None:
         if name != "digits" and not self.words.get(name):

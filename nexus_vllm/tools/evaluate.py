@@ -13,6 +13,9 @@ therefore is the question's last. Another server (--base-url) decodes greedily, 
 that logits processor: then log-probability is of the tokens up to the first wrong one, and that
 one's no lower than the 20th likeliest.
 
+A suite that decodes is said whole, its questions in between (a *stream*): it shows what is left of
+what was read long before, after many evictions. It needs the logits processor.
+
 Results go to DIR/results.jsonl as they come; the same command goes on where it stopped.
 """
 
@@ -35,7 +38,7 @@ from typing import Any
 import nexus_vllm
 from nexus_vllm.config import POLICIES, Settings
 from nexus_vllm.server.routes import ROOT
-from nexus_vllm.tools import eval_plots
+from nexus_vllm.tools import eval_plots, eval_report, eval_streams
 from nexus_vllm.tools.bench import gpu, machine, model_folder
 from nexus_vllm.tools.bench_report import kv_gib
 from nexus_vllm.tools.bench_servers import (
@@ -54,10 +57,11 @@ from nexus_vllm.tools.eval_plan import (
     body,
     budget_blocks,
     judge,
+    judge_stream,
     misled,
     stages,
 )
-from nexus_vllm.tools.eval_report import Run, as_json, render, summary
+from nexus_vllm.tools.eval_report import Run
 from nexus_vllm.tools.eval_results import (
     Results,
     code_identity,
@@ -69,6 +73,7 @@ from nexus_vllm.tools.eval_samples import Encode, Sample, samples
 from nexus_vllm.tools.eval_suite import BLOCK, SETTINGS, Suite, load, suites
 
 FORCING = "nexus_vllm.tools.forcing:Forcing"
+STREAMS = 8  # at a time, where the suite decodes: a step for several costs little more than for one
 
 
 def add_to(commands: Any) -> None:
@@ -94,10 +99,15 @@ def add_to(commands: Any) -> None:
     option("--settings", type=_settings, metavar="S,...", help="in-window, later, or both")
     option("--seeds", type=_numbers, default=[0], metavar="N,...", help="of the requests (0)")
     option("--prompt-tokens", type=int, metavar="N", help="of a haystack; default: the suite's")
-    option("--limit", type=_natural, metavar="N", help="only the first N questions")
+    option("--limit", type=_natural, metavar="N", help="only the first N questions, or streams")
     option("--baseline", default="nexus", metavar="POLICY[,ALLOCATOR]", help="others minus this")
     option("--base-url", metavar="URL", help="of a server that is up, with --kv-eviction")
-    option("--concurrency", type=_natural, default=1, metavar="N", help="requests at a time (1)")
+    option(
+        "--concurrency",
+        type=_natural,
+        metavar="N",
+        help=f"requests at a time (1; {STREAMS} where the suite decodes)",
+    )
     server = parser.add_argument_group("our own server")
     server.add_argument("--kv-eviction-config", metavar="SOURCE", help="as for vllm serve")
     server.add_argument("--serve-args", type=shlex.split, default=[], metavar="ARGS")
@@ -111,13 +121,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     suite = load(args.suite, prompt_tokens=args.prompt_tokens, settings=args.settings)
+    args.concurrency = args.concurrency or (STREAMS if suite.decode else 1)
     host: Own | Remote = Remote(args) if args.base_url else Own(args)
+    if suite.decode and not host.cpu:
+        raise ValueError(
+            f"suite {suite.name} decodes, which takes {FORCING}; that is for model runner V1, and "
+            "not for a GPU: use another suite, or a server with it at --base-url"
+        )
     made = samples(suite, host.encode, host.first)
-    names = args.budgets or suite.budgets
-    budgets = {name: budget_blocks(name, suite.prompt_tokens, host.settings) for name in names}
+    names, decodes = args.budgets or suite.budgets, suite.decode is not None
+    budgets = {
+        name: budget_blocks(name, suite.whole_tokens, host.settings, decodes) for name in names
+    }
     methods = _methods(args.policies, args.allocators)
     own = not args.base_url
-    plan = stages(made, methods, budgets, suite.settings, args.seeds, args.limit, own)
+    plan = stages(made, methods, budgets, suite.modes, args.seeds, args.limit, own)
     identity = {"suite": samples_identity(suite, made), **host.identity()}
     results = Results(args.out, identity)
     planned = {job.key for stage in plan for job in stage.jobs}
@@ -154,18 +172,22 @@ def _report(
 ) -> str:
     """Write eval.md, eval.json and the plots; returns what to print."""
     policy, _, allocator = args.baseline.partition(",")
+    streams = suite.decode is not None
     report = Run(
         suite=suite,
-        lines=lines,
+        lines=eval_streams.askings(lines) if streams else lines,
+        texts=eval_streams.passages(lines) if streams else (),
         budgets=args.budgets or suite.budgets,
         baseline=Method(policy, allocator or "uniform"),
         told=told,
         failures=evaluation.failures,
         passes=evaluation.results.passes,
     )
-    (args.out / "eval.json").write_text(as_json(report))
-    (args.out / "eval.md").write_text(render(report, eval_plots.draw(report, args.out)))
-    return f"{summary(report)}\n\n{args.out / 'eval.md'}"
+    tell: Any = eval_streams if streams else eval_report
+    draw = eval_plots.draw_streams if streams else eval_plots.draw
+    (args.out / "eval.json").write_text(tell.as_json(report))
+    (args.out / "eval.md").write_text(tell.render(report, draw(report, args.out)))
+    return f"{tell.summary(report)}\n\n{args.out / 'eval.md'}"
 
 
 def _methods(policies: Sequence[str] | None, allocators: Sequence[str] | None) -> list[Method]:
@@ -204,11 +226,7 @@ class Own:
 
     @contextmanager
     def serving(self, stage: Stage, made: Sequence[Sample]) -> Iterator[Server]:
-        longest = max(
-            len(sample.tokens) + len(q.tokens) + 2 * len(q.answer_tokens) + BLOCK
-            for sample in made
-            for q in sample.questions
-        )
+        longest = max(map(_longest, made))
         pool = (self.args.concurrency + 3) * longest
         usual = Settings().to_json()
         wanted = self.settings_of(stage).to_json()
@@ -229,6 +247,14 @@ class Own:
         with Server("server", self.folder, options, gib, log) as server:
             server.wait()
             yield server
+
+
+def _longest(sample: Sample) -> int:
+    """Tokens of the longest request about a sample, its reply included."""
+    if sample.stream:
+        return len(sample.tokens) + len(sample.stream.tokens)
+    asked = (len(q.tokens) + 2 * len(q.answer_tokens) + BLOCK for q in sample.questions)
+    return len(sample.tokens) + max(asked)
 
 
 class Remote:
@@ -304,34 +330,53 @@ class Evaluation:
     def run(self, server: Server, model: str, settings: Settings, jobs: Sequence[Job]) -> None:
         """All jobs, sample after sample: the first of each alone, since it computes the haystack.
 
+        Streams of all samples together: a haystack is little beside what is decoded after it.
         Raises RuntimeError where the server is gone or does not do what it is asked.
         """
+        if self.samples[jobs[0].sample].stream:
+            self._pass(server, model, settings, jobs, "all haystacks", 0)
+            return
         for sample, group in groupby(jobs, key=lambda job: job.sample):
-            todo = list(group)
-            before, begun = _prefix(server), time.monotonic()
-            self.do(server, model, settings, todo[0])
-            pool = ThreadPoolExecutor(self.concurrency)
-            try:
-                for _ in pool.map(lambda job: self.do(server, model, settings, job), todo[1:]):
-                    pass
-            finally:
-                pool.shutdown(cancel_futures=True)
-            asked, found = (b - a for a, b in zip(before, _prefix(server), strict=True))
+            todo, about = list(group), self.samples[sample]
             # The last block may have to be computed again, for the newest queries.
-            due = (len(todo) - 1) * (len(self.samples[sample].tokens) - BLOCK)
-            name = self.samples[sample].name
-            seconds = round(time.monotonic() - begun, 1)
-            told = {"name": name, "asked": asked, "found": found, "due": due}
-            counted = {"requests": len(todo), "seconds": seconds}
-            self.results.passed({**told, **counted, "server": server.command})
+            due = (len(todo) - 1) * (len(about.tokens) - BLOCK)
+            self._pass(server, model, settings, todo, about.name, due, alone=1)
+
+    def _pass(
+        self,
+        server: Server,
+        model: str,
+        settings: Settings,
+        todo: Sequence[Job],
+        name: str,
+        due: int,
+        alone: int = 0,
+    ) -> None:
+        """These jobs, the first `alone` of them one by one; writes down what became of them.
+
+        due: prompt tokens that are to be found in the prefix cache.
+        """
+        before, begun = _prefix(server), time.monotonic()
+        for job in todo[:alone]:
+            self.do(server, model, settings, job)
+        pool = ThreadPoolExecutor(self.concurrency)
+        try:
+            for _ in pool.map(lambda job: self.do(server, model, settings, job), todo[alone:]):
+                pass
+        finally:
+            pool.shutdown(cancel_futures=True)
+        asked, found = (b - a for a, b in zip(before, _prefix(server), strict=True))
+        seconds = round(time.monotonic() - begun, 1)
+        told = {"name": name, "asked": asked, "found": found, "due": due}
+        counted = {"requests": len(todo), "seconds": seconds}
+        self.results.passed({**told, **counted, "server": server.command})
 
     def do(self, server: Server, model: str, settings: Settings, job: Job) -> None:
         """One job. A request that fails on the server is told of and left out."""
-        sample = self.samples[job.sample]
-        question = sample.questions[job.question]
-        begun = time.monotonic()
+        asked, begun = body(job, self.samples, model), time.monotonic()
         try:
-            reply = server.post("/v1/completions", body(job, self.samples, model))
+            # A stream's tokens come all at once, at its end.
+            reply = server.post("/v1/completions", asked, timeout=600 + asked["max_tokens"])
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:300]
             if error.code < 500:
@@ -346,23 +391,35 @@ class Evaluation:
         record = (reply.get("kv_transfer_params") or {}).get("kv_eviction") or {}
         if wrong := misled(job, record):
             raise RuntimeError(f"{job.method.label}, {job.budget}: {wrong}")
-        choice = reply["choices"][0]
+        sample = self.samples[job.sample]
         told = {
             "name": sample.name,
-            "task": question.task,
-            "depth": round(question.depth, 4),
-            "end": round(question.end, 4),
-            "blind": round(blind_share(job, sample, settings), 4),
-            **asdict(judge(question, choice)),
+            **_judged(job, sample, settings, reply["choices"][0]),
             "served": record.get("allocator"),
             "evicted_blocks": record["evicted_blocks"],
-            "text": choice["text"],
-            "answer": question.answer,
             "seconds": round(time.monotonic() - begun, 3),
         }
         with self.lock:
             self.results.add(job, told)
             self.bar.update()
+
+
+def _judged(
+    job: Job, sample: Sample, settings: Settings, choice: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a line of results.jsonl says of the reply itself."""
+    if sample.stream:
+        return judge_stream(sample, sample.stream, choice)
+    question = sample.questions[job.question]
+    return {
+        "task": question.task,
+        "depth": round(question.depth, 4),
+        "end": round(question.end, 4),
+        "blind": round(blind_share(job, sample, settings), 4),
+        **asdict(judge(question, choice)),
+        "text": choice["text"],
+        "answer": question.answer,
+    }
 
 
 def _prefix(server: Server) -> tuple[float, float]:
