@@ -364,7 +364,8 @@ class Evaluation:
             for _ in pool.map(lambda job: self.do(server, model, settings, job), todo[alone:]):
                 pass
         finally:
-            pool.shutdown(cancel_futures=True)
+            # Whoever stops need not wait for streams; short requests are done in a moment.
+            pool.shutdown(wait=alone > 0, cancel_futures=True)
         asked, found = (b - a for a, b in zip(before, _prefix(server), strict=True))
         seconds = round(time.monotonic() - begun, 1)
         told = {"name": name, "asked": asked, "found": found, "due": due}

@@ -40,3 +40,16 @@ def test_a_question_is_asked_under_each_policy_about_one_prefill(
     assert "computed more than once" not in report
     assert cli.main([*argv, "--policies", "nexus,streaming-llm", "--limit", "1"]) == 0
     assert len((out / "results.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_stream_is_refused_by_a_server_that_forces_nothing(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite, out = tmp_path / "small.yaml", tmp_path / "out"
+    source = {"haystacks": [{"source": "python-reference"}]}
+    told = {**SUITE, "budgets": ["128"], "decode": {"tokens": 64, "every": 64}, "groups": [source]}
+    del told["settings"]
+    suite.write_text(yaml.safe_dump(told))
+    argv = ["eval", MODEL, "--base-url", server.url, "--suite", str(suite), "--out", str(out)]
+    assert cli.main([*argv, "--policies", "nexus"]) == 1
+    assert "does not say the 64 tokens" in capsys.readouterr().err

@@ -18,10 +18,11 @@ from nexus_vllm.tools.eval_plan import (
     body,
     budget_blocks,
     judge,
+    judge_stream,
     misled,
     stages,
 )
-from nexus_vllm.tools.eval_samples import Question, Sample
+from nexus_vllm.tools.eval_samples import Asking, Question, Sample, Stream
 
 NEXUS, RANDOM = Method("nexus", "uniform"), Method("random", "uniform")
 
@@ -167,6 +168,68 @@ def test_a_list_is_scored_by_the_items_in_the_reply() -> None:
 def test_a_reply_that_is_too_short_is_no_reply() -> None:
     with pytest.raises(ValueError, match="a reply of 2 tokens, not 3"):
         judge(question(), choice((7, {7: -0.1})))
+
+
+STREAM = Stream((20, 4, 5, 6, 7, 8, 21, 22), ((0, 1), (6, 8)), (Asking(0, 4, 500, 0),))
+
+
+def streaming() -> Sample:
+    """A stream that says a token of text, asks the question, and two tokens of text."""
+    return replace(sample(3, 512), stream=STREAM)
+
+
+def test_a_stream_is_one_request_and_the_limit_counts_streams() -> None:
+    many = [streaming()] * 3
+    (stage,) = stages(many, [NEXUS, RANDOM], {"128": 4}, ("decode",), (0,), limit=2)
+    assert stage.chunk is None
+    assert [(j.sample, j.question) for j in stage.jobs] == [(0, 0)] * 3 + [(1, 0)] * 3
+    assert [j.setting for j in stage.jobs[:3]] == ["-", "decode", "decode"]
+
+
+def test_a_stream_is_said_whole_after_its_haystack() -> None:
+    asked = body(job("decode", 4), [streaming()], "m")
+    assert asked["prompt"] == list(range(100, 612))
+    assert asked["vllm_xargs"][FORCED] == list(STREAM.tokens)
+    assert asked["vllm_xargs"]["kv_prefill"] == "oneshot"
+    assert (asked["max_tokens"], asked["logprobs"]) == (8, 1)
+
+
+def test_a_budget_of_a_stream_is_of_all_of_it_and_must_be_exceeded() -> None:
+    assert budget_blocks("20%", 3072, Settings(), decodes=True) == 19
+    assert budget_blocks("3008", 3072, Settings(interval=32), decodes=True) == 94
+    with pytest.raises(ValueError, match="use 4 to 93 blocks"):
+        budget_blocks("3008", 3072, Settings(interval=64), decodes=True)
+
+
+def spoken(*likeliest: int) -> dict[str, Any]:
+    """A reply that says the stream; these tokens were the likeliest."""
+    steps = [{s: -1.0, top: -0.5} for s, top in zip(STREAM.tokens, likeliest, strict=True)]
+    names = [{f"token_id:{t}": p for t, p in step.items()} for step in steps]
+    told = [step[said] for step, said in zip(steps, STREAM.tokens, strict=True)]
+    tokens = [f"token_id:{said}" for said in STREAM.tokens]
+    return {"logprobs": {"tokens": tokens, "token_logprobs": told, "top_logprobs": names}}
+
+
+def test_a_stream_is_judged_question_by_question_and_passage_by_passage() -> None:
+    judged = judge_stream(streaming(), STREAM, spoken(20, 0, 0, 0, 7, 3, 21, 2))
+    (asked,) = judged["asked"]
+    assert asked == {
+        **{"question": 0, "step": 4, "since": 500, "uses": 0, "task": "fact"},
+        **{"score": 0.0, "right": 1, "tokens": 2, "logprob": -1.5, "whole": True},
+    }
+    assert judged["passages"] == [
+        {"step": 0, "logprob": -0.5, "likeliest": [20]},
+        {"step": 6, "logprob": -1.5, "likeliest": [21, 2]},
+    ]
+    right = judge_stream(streaming(), STREAM, spoken(20, 0, 0, 0, 7, 8, 21, 22))
+    assert right["asked"][0]["score"] == 1
+
+
+def test_a_reply_that_is_not_the_stream_is_refused() -> None:
+    reply = spoken(*STREAM.tokens)
+    reply["logprobs"]["tokens"][3] = "token_id:0"
+    with pytest.raises(ValueError, match=r"does not say the 8 tokens .* --logits-processors"):
+        judge_stream(streaming(), STREAM, reply)
 
 
 def record(**changed: Any) -> dict[str, Any]:

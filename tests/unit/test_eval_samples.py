@@ -60,8 +60,8 @@ def group(source: str, *tasks: dict[str, Any], **more: Any) -> list[dict[str, An
     return [{"haystacks": [{"source": source, **more}], "tasks": list(tasks)}]
 
 
-def test_quick_and_ruler_are_shipped() -> None:
-    assert {"quick", "ruler"} <= set(suites())
+def test_the_suites_of_the_documents_are_shipped() -> None:
+    assert {"quick", "ruler", "long-decode", "long-text"} == set(suites())
 
 
 def test_a_suite_takes_from_another_what_it_does_not_say(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_every_haystack_has_the_length_asked_for_and_holds_the_answers_where_it_
     for sample in found:
         assert len(sample.tokens) == suite.prompt_tokens
         assert sample.tokens[0] == 0
-        assert sample.questions
+        assert sample.questions or sample.stream
         for question in sample.questions:
             passage = _passage(sample, question, words)
             for item in question.items or (question.answer.strip(),):
@@ -213,6 +213,95 @@ def test_common_words_are_the_most_common_in_what_is_kept(tmp_path: Path) -> Non
         made(load(path, prompt_tokens=256))
 
 
+DECODE = {"tokens": 800, "every": 200, "often": 1}
+
+
+def decoding(folder: Path, **changed: Any) -> Any:
+    """A suite of three streams, each with four stretches and five facts."""
+    facts = [
+        {
+            "sentence": f"The {x} is {{}}.",
+            "question": f"{x}?",
+            "begin": f"The {x} is",
+            "values": "red",
+        }
+        for x in ("roof", "wall", "door", "gate", "car")
+    ]
+    words = {"red": [f"red{i}" for i in range(90)]}
+    tasks = {"task": "fact", "questions": 5, "twice": True}
+    groups = group("python-reference", tasks, count=3)
+    given = {"facts": facts, "words": words, "groups": groups, "decode": DECODE}
+    return load(suite_file(folder, **given | changed))
+
+
+def test_a_stream_asks_in_each_stretch_a_new_question_and_one_again(tmp_path: Path) -> None:
+    for sample in made(decoding(tmp_path)):
+        assert sample.stream is not None
+        asked = sample.stream.asked
+        assert [asking.step // 200 for asking in asked] == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert [asking.uses for asking in asked] == [0, 0, 0, 1, 0, 2, 0, 3]
+        assert len({asking.question for asking in asked}) == 5
+        assert len({asking.question for asking in asked[1::2]}) == 1
+
+
+def test_a_stream_says_question_and_answer_where_it_says_and_else_goes_on_with_the_text(
+    tmp_path: Path,
+) -> None:
+    words = Words()
+    suite = decoding(tmp_path)
+    for sample in made(suite, words):
+        stream = sample.stream
+        assert stream is not None
+        assert len(stream.tokens) == 800
+        for asking in stream.asked:
+            question = sample.questions[asking.question]
+            asked = stream.tokens[asking.step - len(question.tokens) :]
+            said = (*question.tokens, *question.answer_tokens)
+            assert asked[: len(said)] == said
+        said = [token for start, end in stream.text for token in stream.tokens[start:end]]
+        text = words.decode((*sample.tokens, *said))
+        reference = re.sub(r"The (\w+) is red\d+\. Remember it: the \1 is red\d+\. ", "", text)
+        from pydoc_data.topics import topics
+
+        source = re.sub(r"\s+", " ", " ".join(topics.values()))
+        middle = reference[len(reference) // 2 :][:300]
+        assert middle in source
+
+
+def test_a_stream_tells_how_long_ago_an_answer_was_told(tmp_path: Path) -> None:
+    words = Words()
+    for sample in made(decoding(tmp_path), words):
+        stream = sample.stream
+        assert stream is not None
+        whole = (*sample.tokens, *stream.tokens)
+        for asking in stream.asked:
+            question = sample.questions[asking.question]
+            at = len(sample.tokens) + asking.step
+            # Only the last word of a statement ends in a full stop.
+            (answer,) = question.answer_tokens
+            told = {answer, words.id(words.known[answer] + ".")}
+            last = max(i for i in range(at) if whole[i] in told)
+            assert at - asking.since == last + 1
+
+
+def test_without_tasks_the_text_goes_on_as_a_longer_haystack_would(tmp_path: Path) -> None:
+    source = {"haystacks": [{"source": "python-reference"}]}
+    path = suite_file(tmp_path, groups=[source], decode={"tokens": 256, "every": 64})
+    words = Words()
+    (sample,) = made(load(path), words)
+    assert sample.stream is not None
+    assert (sample.questions, sample.stream.asked) == ((), ())
+    assert sample.stream.text == ((0, 64), (64, 128), (128, 192), (192, 256))
+    (longer,) = made(load(path, prompt_tokens=768), words)
+    assert (*sample.tokens, *sample.stream.tokens) == longer.tokens
+
+
+def test_a_stretch_needs_room_for_its_questions(tmp_path: Path) -> None:
+    decode = {"tokens": 160, "every": 40, "often": 1}
+    with pytest.raises(ValueError, match=r"a stretch of 40 tokens has \d+ .*use every=\d+ or more"):
+        made(decoding(tmp_path, decode=decode))
+
+
 def test_a_file_beside_the_suite_is_a_haystack(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(" ".join(f"Line {i} of the book." for i in range(400)))
     groups = [
@@ -254,6 +343,14 @@ def test_needles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"groups": group("noise", {"task": "quote", "questions": 1})}, "worth quoting .* noise"),
         ({"groups": group("noise", {"task": "common-words"})}, "needs haystacks of source"),
         ({"groups": group("noise", {"task": "riddle"})}, "riddle"),
+        ({"groups": [{"haystacks": [{"source": "noise"}]}]}, "no tasks"),
+        ({"decode": DECODE}, "1 questions and 4 stretches .* use 5 questions"),
+        ({"decode": DECODE, "settings": ["later"]}, "a suite with decode has no settings"),
+        ({"decode": DECODE | {"every": 300}}, "tokens=800 is no multiple of every=300"),
+        (
+            {"decode": DECODE, "groups": group("noise", {"task": "variables", "questions": 5})},
+            "variables is answered by a list",
+        ),
         ({"words": {"nouns": ["a"]}}, "values 'colors' is no list of words; known: digits, nouns"),
         (
             {"groups": [{"haystacks": [{"file": "x.txt"}], "tasks": [{"task": "passkey"}]}]},

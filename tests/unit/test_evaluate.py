@@ -64,7 +64,7 @@ class Answering(Server):
         assert path == "/v1/models"
         return json.dumps({"data": [{"id": "small", "root": "folder/small"}]})
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def post(self, path: str, body: dict[str, Any], timeout: float = 600) -> dict[str, Any]:
         if path == "/tokenize":
             begin = [1] if body["add_special_tokens"] else []
             return {"tokens": begin + encode(body["prompt"])}
@@ -131,12 +131,12 @@ class Ours:
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """Runs the command with a server of ours: exit code, output, and that server's host."""
 
-    def run(server: Server, *more: str, **identity: str) -> tuple[int, Ours]:
+    def run(server: Server, *more: str, told: Any = SUITE, **identity: str) -> tuple[int, Ours]:
         host = Ours(server)
         host.told = host.told | identity
         monkeypatch.setattr(evaluate, "Own", lambda args: host)
         suite = tmp_path / "mine.yaml"
-        suite.write_text(yaml.safe_dump(SUITE))
+        suite.write_text(yaml.safe_dump(told))
         given = ["--suite", str(suite), "--out", str(tmp_path / "out")]
         argv = ["eval", "MODEL", *given, "--policies", "nexus,random", *more]
         if "--allocators" not in more:
@@ -335,6 +335,57 @@ def test_a_server_that_forces_nothing_is_measured_up_to_the_first_wrong_token(
     assert {(x["score"], x["whole"], x["logprob"]) for x in wrong} == {(0.0, False, -4.0)}
     assert "16 answers were not forced" not in (tmp_path / "out" / "eval.md").read_text()
     assert f"{len(wrong)} answers were not forced" in (tmp_path / "out" / "eval.md").read_text()
+
+
+STREAMS = {
+    **{key: SUITE[key] for key in ("name", "about", "prompt_tokens")},
+    "budgets": ["25%"],
+    "decode": {"tokens": 512, "every": 256},
+    "groups": [
+        {
+            "haystacks": [{"source": "noise", "count": 2}],
+            "tasks": [{"task": "needle", "label": "key", "keys": 2, "questions": 2}],
+        }
+    ],
+}
+STREAMS["groups"][0]["tasks"][0] |= {"sentence": "{key} is {value}.", "ask": " {key} is"}
+STREAMS["words"] = {"nouns": ["oak", "elm", "ash"]}
+
+
+def test_streams_are_asked_several_at_a_time_and_told_of_by_step(
+    command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Answering()
+    assert command(server, told=STREAMS)[0] == 0
+    found = lines(tmp_path)
+    assert len(found) == len(server.asked) == 2 * 3
+    assert {len(body["vllm_xargs"][FORCED]) for body in server.asked} == {512}
+    for line in found:
+        assert [asked["score"] for asked in line["asked"]] == [line["policy"] != "random"] * 2
+        assert [asked["uses"] for asked in line["asked"]] == [0, 0]
+    report = (tmp_path / "out" / "eval.md").read_text()
+    assert "- streams: 2, each a haystack of 512 tokens and 512 that are decoded" in report
+    assert "| nexus, uniform | 25% | 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] |" in report
+    assert "computed more than once" not in report
+    assert "steps 1-256 | steps 257-512" in capsys.readouterr().out
+    again = Answering()
+    assert command(again, told=STREAMS)[0] == 0
+    assert again.asked == []
+
+
+def test_streams_are_for_a_server_that_says_them(
+    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Free(Answering):
+        forced = False
+
+    assert command(Free(), told=STREAMS)[0] == 1
+    assert "start it with --logits-processors" in capsys.readouterr().err
+    monkeypatch.setattr(Ours, "cpu", False)
+    server = Answering()
+    assert command(server, told=STREAMS)[0] == 1
+    assert "not for a GPU" in capsys.readouterr().err
+    assert server.asked == []
 
 
 def test_by_default_every_policy_is_asked_on_equal_terms_and_nexus_as_it_is_served() -> None:
