@@ -373,6 +373,23 @@ def test_streams_are_asked_several_at_a_time_and_told_of_by_step(
     assert again.asked == []
 
 
+def test_who_stops_a_run_does_not_wait_for_its_streams(command: Any, tmp_path: Path) -> None:
+    class Slow(Answering):
+        let_go, gone = threading.Event(), False
+
+        def reply(self, body: dict[str, Any], xargs: dict[str, Any]) -> dict[str, Any]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            self.let_go.wait(60)
+            self.gone = True
+            return super().reply(body, xargs)
+
+    server = Slow()
+    assert command(server, "--concurrency", "1", told=STREAMS)[0] == 130
+    assert not server.gone
+    server.let_go.set()
+    assert len(server.asked) == 1
+
+
 def test_streams_are_for_a_server_that_says_them(
     command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
