@@ -292,6 +292,8 @@ def load(source: str, **overrides: object) -> Suite:
         _, whole = _read(like) if isinstance(like, str) else (None, {"like": like})
         if "like" in whole:
             raise ValueError(f"{path}: like: {shown(like)} is not a suite that stands by itself")
+        if "decode" in told:
+            whole.pop("settings", None)  # it has none
         told = whole | told
     told |= {key: value for key, value in overrides.items() if value is not None}
     try:
