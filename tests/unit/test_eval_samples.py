@@ -66,9 +66,10 @@ def test_the_suites_of_the_documents_are_shipped() -> None:
 
 def test_a_suite_takes_from_another_what_it_does_not_say(tmp_path: Path) -> None:
     mine = tmp_path / "own.yaml"
-    mine.write_text("{name: own, about: a text of mine, like: quick, prompt_tokens: 1024}")
+    mine.write_text("{name: own, about: a text, like: quick, words: {colors: [red], nouns: [a]}}")
     quick = load("quick")
-    changed = {"name": "own", "about": "a text of mine", "prompt_tokens": 1024}
+    words = {**quick.words, "colors": ("red",), "nouns": ("a",)}
+    changed = {"name": "own", "about": "a text", "words": words}
     assert load(str(mine)) == quick.model_copy(update=changed)
     (tmp_path / "next.yaml").write_text(f"{{name: next, like: {mine}}}")
     for like in (tmp_path / "next.yaml", "[quick]"):
