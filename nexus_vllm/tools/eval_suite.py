@@ -294,10 +294,10 @@ def load(source: str, **overrides: object) -> Suite:
             raise ValueError(f"{path}: like: {shown(like)} is not a suite that stands by itself")
         if "decode" in told:
             whole.pop("settings", None)  # it has none
-        lists = [part.get("words") for part in (whole, told)]
+        words, more = (part.get("words", {}) for part in (whole, told))
         told = whole | told
-        if all(isinstance(part, dict) for part in lists):
-            told["words"] = lists[0] | lists[1]
+        if isinstance(words, dict) and isinstance(more, dict):
+            told["words"] = words | more
     told |= {key: value for key, value in overrides.items() if value is not None}
     try:
         suite = Suite.model_validate(told)
