@@ -72,7 +72,7 @@ OF = {
         config="ablation.yaml",
     ),
     "policies": Study(
-        SMOL, "retention", ("--allocators", "uniform,per-head,lu", "--budgets", "50%,20%,10%")
+        SMOL, "retention", ("--allocators", "uniform,per-head,lu", "--budgets", "20%,10%")
     ),
     "allocators": Study(
         SMOL,
