@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from nexus_vllm.config import Directive, DirectiveError, Settings
 from nexus_vllm.plan import EvictionPlan
+from nexus_vllm.replay import ROOM
 
 
 def plans(
@@ -78,6 +79,51 @@ def plans(
         f"carries {max(0, pages - 2) * size} at most",
         "Use a smaller budget.",
     )
+
+
+def evicts(found: list[EvictionPlan], tokens: int, session: bool) -> bool:
+    """Whether a sequence of so many tokens may meet an eviction under these plans.
+
+    Its last token is sampled, but never computed. Of a session nobody knows the end.
+    """
+    return bool(found) and (session or any(plan.next_eviction(0) < tokens - 1 for plan in found))
+
+
+def check_replay(
+    policy: str,
+    prompt_tokens: int,
+    longest: int,
+    *,
+    session: bool,
+    words: bool,
+    caching: bool,
+    tokenizer: bool,
+) -> None:
+    """Raise DirectiveError unless a policy that looks at a replay can have one.
+
+    longest: as `replay.longest_replay`. session: whether the request is a streaming-input session.
+    words: whether its prompt is nothing but tokens. caching, tokenizer: whether the engine has a
+    prefix cache, and a tokenizer.
+    """
+    limit, remedy = "", "Ask for another policy, such as nexus."
+    if session:
+        limit = "a session's next prompt has not been replayed when it comes"
+    elif not words:
+        limit = "only tokens can be repeated, and this prompt has images or embeddings"
+    elif not caching:
+        limit = "a replay finds the prompt in the prefix cache, which is off"
+        remedy = "Serve without --no-enable-prefix-caching, or ask for another policy."
+    elif not tokenizer:
+        limit = "the instruction of a replay needs a tokenizer"
+        remedy = "Serve without --skip-tokenizer-init, or ask for another policy."
+    elif prompt_tokens + ROOM > longest:
+        limit = (
+            f"a replay of {prompt_tokens} tokens needs room for {ROOM} more, and pool and "
+            f"max_model_len allow {longest} in all"
+        )
+        remedy = "Shorten the prompt, or ask for another policy."
+    if limit:
+        raise DirectiveError("kv_policy", policy, limit, remedy)
 
 
 def largest_plan(prompt_tokens: int, settings: Settings, pages: int) -> EvictionPlan:

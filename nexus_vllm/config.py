@@ -41,6 +41,7 @@ BUILT_IN_POLICIES = (
     "knorm",
     "expected-attention",
     "vase",
+    "kvzip",
     "streaming-llm",
     "random",
     "random-generated",

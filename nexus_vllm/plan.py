@@ -66,7 +66,7 @@ class Eviction:
     Block indices are logical. `pages` held the live window [released, full) before the eviction;
     afterwards `kept_pages` are the row's entries [target, full), to be filled by the worker, and
     `tail_pages` its entries from `full` on, untouched. Pages of `kept_pages` that are not in
-    `pages` are fresh.
+    `pages` are fresh. `replay`: the one of its prompt, where the policy needs one.
     """
 
     request_id: str
@@ -81,6 +81,7 @@ class Eviction:
     kept_pages: list[int]
     tail_pages: list[int]
     prompt_tokens: int = 0
+    replay: str | None = None
 
     @property
     def decoding(self) -> bool:
@@ -98,6 +99,20 @@ class Eviction:
         return [0] * self.target + self.kept_pages + self.tail_pages
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A request that repeats a piece of a prompt, as part of `replay`.
+
+    Its first `prompt_tokens` tokens are the prompt; those at positions [first, end) repeat it.
+    """
+
+    request_id: str
+    replay: str
+    prompt_tokens: int
+    first: int
+    end: int
+
+
 @dataclass
 class StepPlan:
     """What rides on one step's SchedulerOutput.
@@ -105,11 +120,14 @@ class StepPlan:
     `started`: sequences, computed from their first token on, that may be evicted later.
     `stopped`: sequences whose pages were all taken back (finished, aborted or preempted).
     `evictions`: to be filled in this order, before the step's forward pass.
+    `pieces`: what is computed of replays from this step on. `forgotten`: replays nobody needs.
     """
 
     started: list[str] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
     evictions: list[Eviction] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
 
 
 @dataclass

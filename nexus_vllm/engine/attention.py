@@ -20,22 +20,25 @@ from nexus_vllm.engine.unit_batch import UnitAttention, worth_folding
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
+    from nexus_vllm.engine.replay_scores import Reading, ReplayScores
     from nexus_vllm.engine.sequences import BatchView, Sequences
     from nexus_vllm.engine.unit_batch import UnitTables
     from nexus_vllm.engine.window import LayerWindow, Recording
 
 _RECORDING = "kv_eviction_recording"
 _UNEVEN = "kv_eviction_uneven"
+_READINGS = "kv_eviction_readings"
 
 BACKENDS = ("CPU_ATTN",)
 """Backends (names of AttentionBackendEnum) that have been tested with eviction."""
 
 
 class EvictionBuilderMixin:
-    """Over a backend's metadata builder. The worker sets both fields before the first step."""
+    """Over a backend's metadata builder. The worker sets all fields before the first step."""
 
     sequences: "Sequences | None" = None
     tables: "UnitTables | None" = None
+    replays: "ReplayScores | None" = None
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -51,14 +54,16 @@ class EvictionBuilderMixin:
         build = super().build  # type: ignore[misc]
         view = self.sequences.view(common_attn_metadata) if self.sequences else None
         if view is None:
-            return build(common_prefix_len, common_attn_metadata, fast_build)
-        if view.uneven:
+            metadata = build(common_prefix_len, common_attn_metadata, fast_build)
+        elif view.uneven:
             metadata = build(common_prefix_len, common_attn_metadata, fast_build)
             setattr(metadata, _UNEVEN, self._over_units(common_attn_metadata, view))
         else:
             metadata = build(common_prefix_len, shifted(common_attn_metadata, view), fast_build)
-        if view.recording is not None:
+        if view is not None and view.recording is not None:
             setattr(metadata, _RECORDING, view.recording)
+        if self.replays and (readings := self.replays.readings(common_attn_metadata)):
+            setattr(metadata, _READINGS, readings)
         return metadata
 
     def _over_units(self, batch: "CommonAttentionMetadata", view: "BatchView") -> UnitAttention:
@@ -104,10 +109,11 @@ class EvictionBuilderMixin:
 
 
 class EvictionImplMixin:
-    """Over a backend's implementation. `window` and `row`, the layer's place among this rank's, are
-    set by the worker before the first step."""
+    """Over a backend's implementation. `window`, `replays` and `row`, the layer's place among this
+    rank's, are set by the worker before the first step."""
 
     window: "LayerWindow | None" = None
+    replays: "ReplayScores | None" = None
     row: int = 0
 
     def forward(
@@ -125,6 +131,9 @@ class EvictionImplMixin:
         recording: Recording | None = getattr(attn_metadata, _RECORDING, None)
         if recording is not None and self.window is not None:
             self.window.record(query, recording)
+        readings: list[Reading] | None = getattr(attn_metadata, _READINGS, None)
+        if readings and self.replays is not None:
+            self.replays.read(self.row, query, readings)
         forward = super().forward  # type: ignore[misc]
         units: UnitAttention | None = getattr(attn_metadata, _UNEVEN, None)
         if units is None:

@@ -219,6 +219,12 @@ def refusals(vllm_config: "VllmConfig") -> list[tuple[str, str, str]]:
             "drop --prefix-match-unit",
         ),
         (
+            not cache.enable_prefix_caching and policies.POLICIES[settings.policy].needs_replay,
+            f"--no-enable-prefix-caching with the policy {settings.policy}",
+            "a replay finds its prompt in the prefix cache",
+            "drop --no-enable-prefix-caching, or choose another policy",
+        ),
+        (
             # As above: of vLLM's quantisation configs, some have it.
             getattr(vllm_config.quant_config, "kv_cache_scheme", None) is not None
             and cache.cache_dtype == "auto",

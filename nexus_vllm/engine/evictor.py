@@ -120,6 +120,16 @@ def window_queries(
     return torch.stack(queries), positions
 
 
+def replayed(sequence: Sequence, blocks: Tensor) -> Tensor | None:
+    """What the sequence's replay has found of blocks, by original id [L, H, N]: NaN where none has
+    looked. With H = 1, of all KV heads [L, Hkv, N]."""
+    if sequence.replay is None:
+        return None
+    last = sequence.replay.shape[-1] - 1
+    at = blocks.expand(-1, sequence.replay.shape[1], -1)
+    return sequence.replay.gather(-1, at.clamp(0, last)).masked_fill(at > last, torch.nan)
+
+
 def grown_state(state: Tensor | None, live: int, size: int) -> Tensor | None:
     """State [..., live, size] from that of the blocks at the last eviction: NaN for newer ones."""
     if size == 0 or state is None:
@@ -178,6 +188,7 @@ class Evictor:
         size = state_size(policy, settings.smoothing)
         known = grown_state(sequence.state, blocks.shape[1], size)
         state = torch.empty(*blocks.shape, size) if size else None
+        found = replayed(sequence, blocks[:, None])
         for rows in self._groups(policy, blocks.shape[1]):
             queries, positions = None, None
             if policy.needs_window:
@@ -198,6 +209,7 @@ class Evictor:
                     values=values,
                     state=None if known is None else known[rows],
                     rope=self.layers[rows.start].rope,
+                    replay=None if found is None else found[rows].mT,
                     **circumstances(sequence, eviction, settings),
                 ),
                 settings.smoothing,

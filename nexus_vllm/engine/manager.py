@@ -69,6 +69,8 @@ class EvictionManager(FullAttentionManager):
         super().__init__(*args, **kwargs)
         # Evictable sequences by request id, from their arrival to their end.
         self.holds: dict[str, Hold] = {}
+        # Requests of which only so many tokens are worth a place in the prefix cache.
+        self.published: dict[str, int] = {}
 
     def held_blocks(self, request_id: str) -> int:
         """Pages the sequence holds now."""
@@ -141,6 +143,7 @@ class EvictionManager(FullAttentionManager):
         hold = self.holds.get(request.request_id)
         if hold is not None and hold.released:
             return
+        num_tokens = min(num_tokens, self.published.get(request.request_id, num_tokens))
         super().cache_blocks(
             request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
         )

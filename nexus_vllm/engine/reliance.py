@@ -47,6 +47,7 @@ def uses() -> dict[type, tuple[str, ...]]:
     from vllm.exceptions import GenerationError, VLLMValidationError
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+    from vllm.tokenizers import TokenizerLike
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.attention.backend import (
         AttentionBackend,
@@ -74,6 +75,7 @@ def uses() -> dict[type, tuple[str, ...]]:
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.utils import CpuGpuBuffer
     from vllm.v1.worker.block_table import MultiGroupBlockTable
     from vllm.v1.worker.gpu.block_table import BlockTables
@@ -119,6 +121,7 @@ def uses() -> dict[type, tuple[str, ...]]:
             "max_model_len",
             "model",
             "runner_type",
+            "skip_tokenizer_init",
             "use_mla",
         ),
         config.CacheConfig: (
@@ -155,13 +158,21 @@ def uses() -> dict[type, tuple[str, ...]]:
         config.KVTransferConfig: ("kv_connector",),
         # Front end
         InputProcessor: ("__dict__", "vllm_config"),
-        EngineCoreRequest: ("prompt_embeds", "prompt_token_ids", "resumable", "sampling_params"),
+        EngineCoreRequest: (
+            "mm_features",
+            "prompt_embeds",
+            "prompt_token_ids",
+            "resumable",
+            "sampling_params",
+        ),
         SamplingParams: (
             "extra_args",
+            "ignore_eos",
             "max_tokens",
             "min_tokens",
             "prompt_logprob_token_ids",
             "prompt_logprobs",
+            "temperature",
         ),
         AsyncLLM: ("input_processor", "vllm_config"),
         UsageContext: ("OPENAI_API_SERVER",),
@@ -171,7 +182,6 @@ def uses() -> dict[type, tuple[str, ...]]:
         VLLMValidationError: ("__init__(message, *, parameter)",),
         # Scheduler
         Scheduler: (
-            "finish_requests(request_ids, finished_status)",
             "hash_block_size",
             "kv_cache_manager",
             "kv_holding_waiting",
@@ -179,20 +189,32 @@ def uses() -> dict[type, tuple[str, ...]]:
             "max_num_scheduled_tokens",
             "num_spec_tokens",
             "running",
+            "structured_output_manager",
             "vllm_config",
             "waiting",
         ),
+        StructuredOutputManager: ("tokenizer",),
+        TokenizerLike: ("encode(text, truncation, max_length, add_special_tokens)",),
         RequestQueue: ("peek_request()",),
         Request: (
+            "__init__(request_id, prompt_token_ids, sampling_params, pooling_params, "
+            "client_index, arrival_time, prompt_embeds, prompt_is_token_ids, mm_features, "
+            "lora_request, cache_salt, priority, trace_headers, block_hasher)",
+            "_block_hasher",
+            "arrival_time",
             "block_hashes",
+            "cache_salt",
             "client_index",
             "get_finished_reason()",
+            "lora_request",
             "max_tokens",
             "num_computed_tokens",
             "num_preemptions",
             "num_prompt_tokens",
             "num_tokens",
             "num_tokens_with_spec",
+            "priority",
+            "prompt_token_ids",
             "request_id",
             "resumable",
             "sampling_params",
@@ -200,8 +222,18 @@ def uses() -> dict[type, tuple[str, ...]]:
             "take_events()",
             "trace_headers",
         ),
-        RequestStatus: ("FINISHED_ERROR", "RUNNING"),
-        SchedulerOutput: ("__dict__", "scheduled_cached_reqs", "scheduled_new_reqs"),
+        RequestStatus: (
+            "FINISHED_ABORTED",
+            "FINISHED_ERROR",
+            "FINISHED_LENGTH_CAPPED",
+            "RUNNING",
+        ),
+        SchedulerOutput: (
+            "__dict__",
+            "num_scheduled_tokens",
+            "scheduled_cached_reqs",
+            "scheduled_new_reqs",
+        ),
         NewRequestData: ("num_computed_tokens", "req_id"),
         CachedRequestData: ("num_computed_tokens", "req_ids", "resumed_req_ids"),
         ModelRunnerOutput: ("__dict__",),

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 
-from nexus_vllm.admission import carried_pages, plans
+from nexus_vllm.admission import carried_pages, check_replay, evicts, plans
 from nexus_vllm.config import (
     DIRECTIVE_KEYS,
+    Directive,
     DirectiveError,
     Settings,
     beam_search_refusal,
     plain_name,
 )
 from nexus_vllm.engine.hooks import wrap
+from nexus_vllm.replay import longest_replay
 
 if TYPE_CHECKING:
     from vllm import PoolingParams, RequestOutput, SamplingParams
@@ -160,7 +162,8 @@ def refuse_at_once(client: "AsyncLLM", prompt: Any, params: "SamplingParams") ->
     tokens = length_from_prompt_token_ids_or_embeds(
         rendered.get("prompt_token_ids"), rendered.get("prompt_embeds")
     )
-    room(params, tokens, False, settings, client.vllm_config)
+    words = not rendered.keys() & {"prompt_embeds", "mm_kwargs"}
+    room(params, tokens, False, settings, client.vllm_config, words)
 
 
 def validate(params: "SamplingParams", settings: Settings) -> None:
@@ -187,7 +190,8 @@ def fit(request: "EngineCoreRequest", settings: Settings, vllm_config: "VllmConf
     if params is None:
         return
     prompt = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
-    most = room(params, prompt, request.resumable, settings, vllm_config)
+    words = request.prompt_embeds is None and not request.mm_features
+    most = room(params, prompt, request.resumable, settings, vllm_config, words)
     if most is not None:
         params.max_tokens = min(params.max_tokens, most)
 
@@ -198,9 +202,11 @@ def room(
     resumable: bool,
     settings: Settings,
     vllm_config: "VllmConfig",
+    words: bool = True,
 ) -> int | None:
     """How many tokens the pool has room for after a prompt that is kept whole, else None.
 
+    words: whether the prompt is nothing but tokens.
     Raises vLLM's own validation error for what it can never carry.
     """
     pool: int | None = vllm_config.cache_config.num_gpu_blocks
@@ -220,6 +226,17 @@ def room(
         most = longest - prompt if params.max_tokens is None else params.max_tokens
         found = plans(directive, prompt, most, settings, pages, scored)
         tokens = pages * settings.block_size
+        if _replayed(directive, settings) and evicts(found, prompt + most, resumable):
+            model, cache = vllm_config.model_config, vllm_config.cache_config
+            check_replay(
+                directive.policy,
+                prompt,
+                longest_replay(pages, settings.block_size, longest),
+                session=resumable,
+                words=words,
+                caching=cache.enable_prefix_caching,
+                tokenizer=not model.skip_tokenizer_init,
+            )
         if not found and resumable and tokens < longest:
             raise DirectiveError(
                 "kv_budget",
@@ -253,6 +270,14 @@ def room(
                 "Give it a budget, such as 20%, or lower min_tokens.",
             )
     return None if found else tokens - prompt
+
+
+def _replayed(directive: Directive, settings: Settings) -> bool:
+    """Whether a request's policy looks at a replay of its prompt."""
+    from nexus_vllm import policies  # torch
+
+    policy = policies.POLICIES.get(settings.policy_of(directive.policy))  # none is no policy
+    return policy is not None and policy.needs_replay
 
 
 @contextmanager

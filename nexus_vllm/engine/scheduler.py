@@ -14,15 +14,22 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from nexus_vllm.admission import carried_pages, largest_plan, most_pages, plans
-from nexus_vllm.config import Directive, DirectiveError
+from nexus_vllm import policies
+from nexus_vllm.admission import carried_pages, evicts, largest_plan, most_pages, plans
+from nexus_vllm.config import Budget, Directive, DirectiveError
 from nexus_vllm.engine import compat
 from nexus_vllm.engine.manager import EvictionManager, Hold
+from nexus_vllm.engine.replays import Replays
 from nexus_vllm.engine.requests import scores_prompt
 from nexus_vllm.engine.stats import STATS_KEY
 from nexus_vllm.plan import Eviction, EvictionPlan, StepPlan, StepReport
+from nexus_vllm.policies import ReplayPolicy
+from nexus_vllm.replay import longest_replay
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.tokenizers import TokenizerLike
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.metrics.stats import SchedulerStats
@@ -47,6 +54,7 @@ class Ledger:
     evicted_blocks: int = 0
     moved_blocks: int = 0
     peak_blocks: int = 0
+    replay_tokens: int | None = None
     error: str | None = None
 
     def record(self, request_id: str, final_blocks: int, block_size: int) -> dict[str, Any]:
@@ -66,6 +74,8 @@ class Ledger:
             "peak_blocks": max(self.peak_blocks, final_blocks),
             "final_blocks": final_blocks,
         }
+        if self.replay_tokens is not None:
+            told["replay_tokens"] = self.replay_tokens
         return told if self.error is None else {**told, "error": self.error}
 
 
@@ -80,6 +90,12 @@ class EvictionSchedulerMixin(Scheduler):
         self._stopped: list[str] = []
         self._finished_records: list[dict[str, Any]] = []
         self._counts = _zero_counts()
+        self._replaying = {
+            name: policy
+            for name in self.eviction.choices
+            if isinstance(policy := self._made(name), ReplayPolicy)
+        }
+        self.replays = Replays(self._tokenizer(), self._longest_replay)
         most = most_pages(self.eviction, self.max_model_len, self.num_spec_tokens)
         logger.info(
             "A sequence of %d tokens holds %d KV pages at most; the pool of %d carries %.1f.",
@@ -110,6 +126,19 @@ class EvictionSchedulerMixin(Scheduler):
         """Pages that one sequence may fill, which its drafts do not need."""
         size = self.eviction.block_size
         return carried_pages(self._usable, self.num_spec_tokens, size, self.max_model_len)
+
+    def _made(self, name: str) -> policies.Policy:
+        """The policy or variant of this name."""
+        return policies.make(self.eviction.policy_of(name), self.eviction.of(name))
+
+    @property
+    def _longest_replay(self) -> int:
+        return longest_replay(self._carried, self.eviction.block_size, self.max_model_len)
+
+    def _tokenizer(self) -> "TokenizerLike | None":
+        if self.vllm_config.model_config.skip_tokenizer_init:
+            return None
+        return self.structured_output_manager.tokenizer
 
     def _only_manager(self) -> EvictionManager:
         """Proof that our manager holds this model's pages; vLLM would serve unevicted without."""
@@ -149,6 +178,7 @@ class EvictionSchedulerMixin(Scheduler):
                 directive = self.eviction.directive(None)
             self._open(request, directive)
         super().add_request(request)
+        self._begin_pieces()
 
     def _open(self, request: "Request", directive: Directive) -> None:
         prompt, end = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
@@ -166,13 +196,43 @@ class EvictionSchedulerMixin(Scheduler):
             found = [largest_plan(prompt, self.eviction, self._carried)]
         hold = None
         # A sequence that ends before its first eviction costs nothing: no window is recorded.
-        evicts = request.resumable or any(plan.next_eviction(0) < end - 1 for plan in found)
-        if found and evicts:
+        if evicts(found, end, request.resumable):
             hold = self.pages.holds[request.request_id] = Hold(found[0])
         budget = directive.budget_blocks(prompt, self.eviction)
-        self.ledgers[request.request_id] = Ledger(directive, hold, budget, prompt, found)
-        policies = self._counts["requests"]
-        policies[directive.policy] = policies.get(directive.policy, 0) + 1
+        ledger = self.ledgers[request.request_id] = Ledger(directive, hold, budget, prompt, found)
+        by_policy: dict[str, int] = self._counts["requests"]
+        by_policy[directive.policy] = by_policy.get(directive.policy, 0) + 1
+        if policy := self._replaying.get(directive.policy):
+            ledger.replay_tokens = 0
+            if hold is not None and not request.resumable:
+                self.replays.join(request, policy, found[0].next_eviction(0))
+
+    # Replays
+
+    def _begin_pieces(self) -> None:
+        """Queue the next piece of every replay that waits for one."""
+        for replay in self.replays.due():
+            piece = self.replays.begin(replay)
+            whole = Directive("none", Budget(), 0, "auto")
+            length = piece.num_prompt_tokens
+            self.ledgers[piece.request_id] = Ledger(whole, None, None, length, [])
+            # Nobody else will ask for the rest of it.
+            self.pages.published[piece.request_id] = len(replay.prompt)
+            super().add_request(piece)
+
+    def _handle_blocked_waiting_request(self, request: "Request") -> bool:
+        """A request waits until its prompt has been replayed."""
+        ready = super()._handle_blocked_waiting_request(request)
+        return ready and not self.replays.waits(request.request_id)
+
+    def finish_requests(
+        self, request_ids: "str | Iterable[str] | None", finished_status: RequestStatus
+    ) -> "list[Request]":
+        """End requests, and with the last one that needs it a replay."""
+        ours = self.replays.at_work()
+        ended = super().finish_requests(request_ids, finished_status)
+        super().finish_requests(self.replays.abandoned(), RequestStatus.FINISHED_ABORTED)
+        return [request for request in ended if request.request_id not in ours]
 
     # One step
 
@@ -190,8 +250,11 @@ class EvictionSchedulerMixin(Scheduler):
             started=[i for i in started if self._never_evicted(i)],
             stopped=self._stopped,
             evictions=evictions,
+            pieces=[piece for i in started if (piece := self.replays.piece(i))],
+            forgotten=self.replays.forgotten,
         )
-        self._stopped = []
+        self._stopped, self.replays.forgotten = [], []
+        self._counts["replay_tokens"] += self.replays.computed(output.num_scheduled_tokens)
         compat.attach_plan(output, plan)
         for request in self.running:
             ledger = self.ledgers[request.request_id]
@@ -262,6 +325,7 @@ class EvictionSchedulerMixin(Scheduler):
             kept_pages=slide.kept_pages,
             tail_pages=slide.tail_pages,
             prompt_tokens=request.num_prompt_tokens,
+            replay=self.replays.scores(request.request_id),
         )
 
     def _relieve(self) -> list[Eviction]:
@@ -362,6 +426,12 @@ class EvictionSchedulerMixin(Scheduler):
         blocks, hit, boundary, diverged = super()._get_local_prefix_cache_hit(request)
         ledger = self.ledgers[request.request_id]
         hold = ledger.hold
+        if piece := self.replays.piece(request.request_id):
+            # Whatever is repeated must be computed to be looked at.
+            whole = piece.prompt_tokens // self.pages.block_size * self.pages.block_size
+            if hit > whole:
+                blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, whole)
+            return blocks, min(hit, whole), boundary, diverged
         if hold is None:
             return blocks, hit, boundary, diverged
         self._choose_plan(request, hold, sum(b.ref_cnt > 0 for b in blocks.blocks[0]))
@@ -433,7 +503,11 @@ class EvictionSchedulerMixin(Scheduler):
         if report is not None:
             self._book(report)
             failed = self._fail(report.failed)
+        ours = self.replays.at_work()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for told in outputs.values() if ours else ():
+            told.outputs = [one for one in told.outputs if one.request_id not in ours]
+        self._begin_pieces()
         for request, why in failed:
             # As vLLM tells of requests whose grammar does not compile; `requests` reads the reason.
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(
@@ -478,6 +552,13 @@ class EvictionSchedulerMixin(Scheduler):
         """
         request_id = request.request_id
         ledger = self.ledgers.pop(request_id)
+        if self.replays.piece(request_id):
+            self.replays.end(request)
+            self.pages.published.pop(request_id)
+            self._stopped.append(request_id)
+            return super()._free_request(request, delay_free_blocks)
+        if replay := self.replays.leave(request_id):
+            ledger.replay_tokens = replay.tokens
         held = self.pages.held_blocks(request_id)
         record = ledger.record(request_id, held, self.pages.block_size)
         kv_params, ec_params = super()._free_request(request, delay_free_blocks)
@@ -515,6 +596,7 @@ def _zero_counts() -> dict[str, Any]:
         "evicted_blocks": 0,
         "moved_blocks": 0,
         "postponed": 0,
+        "replay_tokens": 0,
         "seconds": [],
         "requests": {},
     }

@@ -25,7 +25,8 @@ class Sequence:
     that filled up since hold themselves. Under uneven budgets `holding` says instead where each
     head's blocks are, as of the last eviction, which dealt out the pages up to block `dealt`.
     `state`: what the policy wants to know again of the blocks in `origin`, or in `holding`, with
-    one dimension more. `seen`: tokens computed at the last eviction.
+    one dimension more. `seen`: tokens computed at the last eviction. `replay` [layers, KV heads,
+    blocks of the prompt]: what the replay of its prompt has found, for a policy that needs it.
     """
 
     slot: int
@@ -35,6 +36,7 @@ class Sequence:
     dealt: int = 0
     state: Tensor | None = None
     seen: int = 0
+    replay: Tensor | None = None
 
     def live_blocks(self, layers: int, full: int) -> Tensor:
         """Original block ids [layers, full - released] of the live window, in row order."""

@@ -1,8 +1,9 @@
 """The scheduler's reports, taken out of vLLM's stats in the API server's process.
 
 The scheduler puts one plain dict per step into `SchedulerStats.kv_connector_stats[STATS_KEY]`:
-`eviction_steps`, `evicted_blocks`, `moved_blocks`, `postponed`, `seconds` (one per eviction step),
-`requests` (by policy) and `finished` (records) since the last report, and `live_blocks` now.
+`eviction_steps`, `evicted_blocks`, `moved_blocks`, `postponed`, `replay_tokens`, `seconds` (one per
+eviction step), `requests` (by policy) and `finished` (records) since the last report, and
+`live_blocks` now.
 """
 
 from collections.abc import Callable

@@ -19,6 +19,7 @@ from nexus_vllm.engine.evictor import (
     forced_blocks,
     grown_state,
     newest,
+    replayed,
     selection,
     window_queries,
 )
@@ -160,6 +161,7 @@ class UnevenEvictor:
         valid, size = holding.valid, state_size(policy, smoothing)
         known = grown_state(sequence.state, ids.shape[-1], size)
         state = torch.full((*ids.shape, size), torch.nan) if size else None
+        found = replayed(sequence, ids)
         weights = torch.zeros(ids.shape, dtype=torch.float32).flatten(0, 1)
         terms = torch.zeros(len(weights), 2, dtype=torch.float64)
         queries, positions = None, None
@@ -181,6 +183,7 @@ class UnevenEvictor:
                 values=self._read(self.layers[0].values, units) if policy.needs_values else None,
                 state=None if known is None else known[layer, head, :most],
                 rope=self.layers[0].rope,
+                replay=None if found is None else found[layer, head, :most, None],
                 **circumstances(sequence, eviction, settings),
             )
             weights[pairs, :most], new = score(policy, seen, smoothing)

@@ -24,6 +24,7 @@ from nexus_vllm.engine import attention, compat
 from nexus_vllm.engine.evictor import PROFILER_RANGE, Evictor, Layer
 from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.profiles import rank_heads, servable
+from nexus_vllm.engine.replay_scores import ReplayScores
 from nexus_vllm.engine.reports import Reports
 from nexus_vllm.engine.rope import RopeTables
 from nexus_vllm.engine.runners import Runner, adapt
@@ -160,8 +161,12 @@ class EvictionWorker(PlatformWorker):
         ]
         self.evictor = Evictor(layers, self.eviction)
         self.uneven = UnevenEvictor(layers, self.eviction)
+        self.replays = ReplayScores(self.runner, layers, self.eviction.block_size)
+        for layer in self._attention_layers().values():
+            layer.impl.replays = self.replays
         for builder in builders:
             builder.tables = UnitTables(self.uneven.space)
+            builder.replays = self.replays
         heads = rank_heads(self.vllm_config, get_tensor_model_parallel_rank())
         first = layers[0].index
         self.allocators = servable(self.vllm_config, (first, first + len(layers)), heads)
@@ -202,6 +207,7 @@ class EvictionWorker(PlatformWorker):
         report = StepReport()
         for request_id in plan.stopped:
             self.sequences.stop(request_id)
+            self.replays.stop(request_id)
             self._failed.discard(request_id)
         for eviction in plan.evictions:
             with record_function(PROFILER_RANGE):
@@ -213,7 +219,12 @@ class EvictionWorker(PlatformWorker):
         for request_id in plan.started:
             self.sequences.start(request_id)
             self._trace.pop(request_id, None)
+        for piece in plan.pieces:
+            self.replays.start(piece)
+        for replay in plan.forgotten:
+            self.replays.forget(replay)
         if self.eviction.check_integrity:
+            self.replays.check_integrity()
             self.sequences.check_integrity()
             for eviction in plan.evictions:
                 if self.runner.row(eviction.request_id) != eviction.row:
@@ -222,6 +233,7 @@ class EvictionWorker(PlatformWorker):
     def _evict(self, eviction: Eviction, report: StepReport) -> None:
         begin = time.perf_counter()
         sequence = self.sequences.by_id[eviction.request_id]
+        sequence.replay = self.replays.scores.get(eviction.replay or "")
 
         def failed(error: Exception) -> None:
             report.failed[eviction.request_id] = f"{type(error).__name__}: {error}"

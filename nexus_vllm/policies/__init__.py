@@ -11,12 +11,22 @@ from typing import get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from nexus_vllm.config import BUILT_IN_POLICIES, ENTRY_POINTS
-from nexus_vllm.policies.base import Observation, Policy, Rope, block_attention, score, state_size
+from nexus_vllm.policies.base import (
+    Observation,
+    Policy,
+    ReplayPolicy,
+    Rope,
+    block_attention,
+    highest_attention,
+    score,
+    state_size,
+)
 from nexus_vllm.policies.cake import CakeScore
 from nexus_vllm.policies.expected_attention import ExpectedAttention
 from nexus_vllm.policies.h2o import H2O
 from nexus_vllm.policies.keydiff import KeyDiff
 from nexus_vllm.policies.knorm import KNorm
+from nexus_vllm.policies.kvzip import KVzip
 from nexus_vllm.policies.nexus import Nexus
 from nexus_vllm.policies.random_blocks import RandomBlocks, RandomGenerated
 from nexus_vllm.policies.snapkv import SnapKV
@@ -28,8 +38,10 @@ __all__ = [
     "POLICIES",
     "Observation",
     "Policy",
+    "ReplayPolicy",
     "Rope",
     "block_attention",
+    "highest_attention",
     "make",
     "names",
     "score",
@@ -46,6 +58,7 @@ _BUILT_IN: dict[str, type[Policy]] = {
     KNorm.name: KNorm,
     ExpectedAttention.name: ExpectedAttention,
     VaSE.name: VaSE,
+    KVzip.name: KVzip,
     StreamingLLM.name: StreamingLLM,
     RandomBlocks.name: RandomBlocks,
     RandomGenerated.name: RandomGenerated,

@@ -16,8 +16,11 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from nexus_vllm.replay import MIN_PIECE
+
 Heads = Literal["per-head", "mean"]
 Pool = Literal["mean", "max"]
+Replayed = Literal["prompt", "first-cut"]
 
 _TINY = torch.finfo(torch.float32).tiny
 MAX_LOGITS = 1 << 20
@@ -53,6 +56,8 @@ class Observation:
       numbers, on average. None: not known.
     prompt_blocks: blocks with an id below this are the prompt's.
     rope: how queries and keys were rotated, for a policy that needs to know, else None.
+    replay: [..., N, Hkv] float32, the most attention that a token of the block has had while the
+      prompt was replayed, NaN for a block that was no part of it; None: there was no replay.
     Raises ValueError when shapes do not fit together.
     """
 
@@ -72,6 +77,7 @@ class Observation:
     keep: int | None = None
     prompt_blocks: int = 0
     rope: "Rope | None" = None
+    replay: Tensor | None = None
 
     def __post_init__(self) -> None:
         ids = self.block_ids.shape
@@ -82,6 +88,8 @@ class Observation:
             expected["values"] = (self.values, self.keys.shape)
         if self.state is not None:
             expected["state"] = (self.state, (*ids, self.state.shape[-1]))
+        if self.replay is not None:
+            expected["replay"] = (self.replay, (*ids, self.replay.shape[-1]))
         if self.queries is not None and self.keys is not None and self.query_positions is not None:
             *_, window, query_heads, dim = self.queries.shape
             kv_heads, block = self.keys.shape[-3:-1]
@@ -115,6 +123,12 @@ class Observation:
         if self.state is None:
             raise ValueError("this policy has a state; the observation lacks it")
         return self.state
+
+    def replayed(self) -> Tensor:
+        """replay. Raises ValueError if there was none."""
+        if self.replay is None:
+            raise ValueError("this policy needs the prompt's replay; there was none")
+        return self.replay
 
     def window(self) -> tuple[Tensor, Tensor, Tensor]:
         """(queries, query_positions, keys). Raises ValueError if one of them was left out."""
@@ -165,6 +179,8 @@ class Policy(ABC):
     """Whether it reads keys, though no queries."""
     needs_values: ClassVar[bool] = False
     needs_rope: ClassVar[bool] = False
+    needs_replay: ClassVar[bool] = False
+    """Whether the prompt must be replayed before: then it is a `ReplayPolicy`."""
     selector: ClassVar[str | None] = None
     """The one selector this policy makes sense with, over the configured one; None: any."""
 
@@ -210,6 +226,29 @@ def check_choices(policy: Policy, **choices: object) -> None:
             raise ValueError(
                 f"{policy.name}: {field} is {value!r}, choose one of {', '.join(known)}"
             )
+
+
+@dataclass(frozen=True)
+class ReplayPolicy(Policy):
+    """A policy that looks at how the model attends to the prompt while it is made to repeat it.
+
+    piece: tokens of the prompt that are repeated at a time.
+    instruction: what the model is told between the prompt and the piece.
+    replay: "prompt" replays all of it, "first-cut" what comes before the first eviction: what a
+      question that comes later could not change.
+    Raises ValueError on a value out of range.
+    """
+
+    piece: int = 2048
+    instruction: str = "\n\nRepeat the previous context exactly:\n\n"
+    replay: Replayed = "prompt"
+
+    needs_replay: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.piece < MIN_PIECE:
+            raise ValueError(f"{self.name}: piece is {self.piece}, must be at least {MIN_PIECE}")
+        check_choices(self, replay=Replayed)
 
 
 def state_size(policy: Policy, smoothing: float) -> int:
@@ -293,6 +332,28 @@ def token_attention(obs: Observation, rows: Pool = "mean", heads: Pool = "mean")
 
     found = attention(obs, of_tokens)
     return found.reshape(*obs.block_ids.shape[:-1], *found.shape[1:])
+
+
+def highest_attention(obs: Observation) -> Tensor:
+    """The most that a token gets of any query of the window, over the heads that share a KV head.
+
+    Returns [..., Hkv, N, b] float32; otherwise as `block_attention`, some queries at a time.
+    """
+    queries, positions, keys = obs.window()
+    kv_heads, block = keys.shape[-3:-1]
+    per_query = queries.shape[-2] // kv_heads * block * obs.block_ids.shape[-1]
+    step = max(1, MAX_LOGITS // max(1, per_query))
+    highest: Tensor | None = None
+    for first in range(0, len(positions), step):
+        some = replace(
+            obs,
+            queries=queries[..., first : first + step, :, :],
+            query_positions=positions[first : first + step],
+        )
+        found = attention(some, lambda mass: normalised(mass).amax(dim=(2, 3)))
+        highest = found if highest is None else torch.maximum(highest, found)
+    assert highest is not None, "a window has queries"
+    return highest.reshape(*obs.block_ids.shape[:-1], *highest.shape[1:])
 
 
 def normalised(mass: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ class Metrics(NamedTuple):
     evicted_blocks: Counter
     moved_blocks: Counter
     postponed: Counter
+    replay_tokens: Counter
     requests: Counter
     rejected: Counter
     eviction_seconds: Histogram
@@ -38,6 +39,7 @@ def metrics() -> Metrics:
         Counter("nexus:evicted_blocks", "KV blocks given up by sequences."),
         Counter("nexus:moved_blocks", "Kept KV blocks copied into another page."),
         Counter("nexus:postponed", "Evictions put off because no page was free to copy into."),
+        Counter("nexus:replay_tokens", "Tokens computed to replay prompts, for policies that ask."),
         Counter("nexus:requests", "Requests by eviction policy.", ["policy"]),
         Counter("nexus:rejected", "Requests refused for their KV directive.", ["reason"]),
         Histogram("nexus:eviction_seconds", "Seconds an eviction step takes.", buckets=_BUCKETS),
@@ -67,6 +69,7 @@ def observe(report: Mapping[str, Any], engine: int) -> None:
     to.evicted_blocks.inc(report["evicted_blocks"])
     to.moved_blocks.inc(report["moved_blocks"])
     to.postponed.inc(report["postponed"])
+    to.replay_tokens.inc(report["replay_tokens"])
     to.live_blocks.labels(str(engine)).set(report["live_blocks"])
     for seconds in report["seconds"]:
         to.eviction_seconds.observe(seconds)

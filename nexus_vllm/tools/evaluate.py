@@ -36,7 +36,9 @@ from pathlib import Path
 from typing import Any
 
 import nexus_vllm
+from nexus_vllm import policies
 from nexus_vllm.config import POLICIES, Settings
+from nexus_vllm.replay import ROOM
 from nexus_vllm.server.routes import ROOT
 from nexus_vllm.tools import eval_plots, eval_report, eval_streams
 from nexus_vllm.tools.bench import gpu, machine, model_folder
@@ -222,12 +224,23 @@ class Own:
     def settings_of(self, stage: Stage) -> Settings:
         if stage.chunk is None:
             return self.settings
-        return Settings.from_source(self.settings.to_json(), chunk=stage.chunk)
+        known = self.settings.to_json()
+        # A replay of the whole prompt would have seen the question before the cut.
+        replaying = {
+            name: {**known["parameters"].get(name, {}), "replay": "first-cut"}
+            for name, policy in policies.POLICIES.items()
+            if policy.needs_replay
+        }
+        parameters = {**known["parameters"], **replaying}
+        return Settings.from_source(known, chunk=stage.chunk, parameters=parameters)
 
     @contextmanager
     def serving(self, stage: Stage, made: Sequence[Sample]) -> Iterator[Server]:
         longest = max(map(_longest, made))
         pool = (self.args.concurrency + 3) * longest
+        asked = self.args.policies or POLICIES
+        if any(policy.needs_replay for name, policy in policies.POLICIES.items() if name in asked):
+            longest = 2 * longest + ROOM
         usual = Settings().to_json()
         wanted = self.settings_of(stage).to_json()
         knobs = {key: value for key, value in wanted.items() if value != usual[key]}

@@ -54,9 +54,10 @@ class Job:
 
     def __post_init__(self) -> None:
         policy = policies.make(self.score, self.parameters or {})
-        if policy.needs_values or policy.needs_rope:
+        if policy.needs_values or policy.needs_rope or policy.needs_replay:
+            reads = "the prompt's replay" if policy.needs_replay else "values"
             raise ValueError(
-                f"score {self.score!r} reads values, which are not recorded here; profile nexus, "
+                f"score {self.score!r} reads {reads}, not recorded here; profile nexus, "
                 "and ask that server with X-KV-Policy and X-KV-Allocator: lu"
             )
         object.__setattr__(self, "parameters", asdict(policy))  # type: ignore[call-overload]

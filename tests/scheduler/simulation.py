@@ -49,13 +49,14 @@ from nexus_vllm.engine.cli import CONFIG_KEY
 from nexus_vllm.engine.evictor import Evictor, Layer
 from nexus_vllm.engine.layout import UnitLayout
 from nexus_vllm.engine.manager import EvictionSpec
+from nexus_vllm.engine.replay_scores import Reading, ReplayScores
 from nexus_vllm.engine.requests import fit
 from nexus_vllm.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
 from nexus_vllm.engine.sequences import Sequence, Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.units import Holding
 from nexus_vllm.engine.window import LayerWindow, recording, ring_rows
-from nexus_vllm.plan import Eviction
+from nexus_vllm.plan import Eviction, Piece
 from nexus_vllm.policies import Rope
 from nexus_vllm.profile import ModelFacts, Profile
 
@@ -111,6 +112,7 @@ class Memory:
             layers.append(Layer(index, cache, keys, 1e-6, 2, window, values, rope))
         self.evictor = Evictor(layers, settings)
         self.uneven = UnevenEvictor(layers, settings)
+        self.replays = ReplayScores(None, layers, BLOCK)  # type: ignore[arg-type]
         self.rows: dict[str, list[int]] = {}
         self.history: dict[str, list[tuple[int, list[list[int]]]]] = {}
         self.first: dict[str, int] = {}
@@ -123,12 +125,19 @@ class Memory:
         plan = compat.plan_of(output)
         for request_id in plan.stopped:
             self.sequences.stop(request_id)
+            self.replays.stop(request_id)
             self.rows.pop(request_id, None)
         for eviction in plan.evictions:
             self.evict(eviction)
         for request_id in plan.started:
             self.sequences.start(request_id)
             self.history[request_id] = []
+        for piece in plan.pieces:
+            self.replays.start(piece)
+            self.seen["replayed"] += 1
+        for replay in plan.forgotten:
+            self.replays.forget(replay)
+        self.replays.check_integrity()
         cached = output.scheduled_cached_reqs
         starts = _starts(output)
         for request_id in (*(n.req_id for n in output.scheduled_new_reqs), *cached.resumed_req_ids):
@@ -148,6 +157,7 @@ class Memory:
         row = self.rows[eviction.request_id]
         assert row[eviction.released : eviction.full] == eviction.pages
         sequence = self.sequences.by_id[eviction.request_id]
+        sequence.replay = self.replays.scores.get(eviction.replay or "")
         rows = self.evictor.settings.of(eviction.policy).window
         window = torch.arange(eviction.computed - rows, eviction.computed)
         assert window[0] >= self.first[eviction.request_id], "queries that were never computed"
@@ -202,6 +212,8 @@ class Memory:
         facts[:, RELEASED] = sequence.released if sequence else 0
         for cache in self.cache:
             cache[pages, :, positions % BLOCK] = facts[:, None]
+        if piece := self.replays.pieces.get(request.request_id):
+            self.repeat(piece, facts, start, row)
         if sequence:
             starts, ends, slots = map(np.array, ([0, count], [start + count], [sequence.slot]))
             new = recording(starts, ends, slots, self.ring.shape[1], CPU)
@@ -210,6 +222,21 @@ class Memory:
             queries = facts[:, None, :RELEASED].repeat(1, HEADS, 1)
             for layer in self.evictor.layers:
                 layer.window.record(queries, new)
+
+    def repeat(self, piece: Piece, facts: torch.Tensor, start: int, row: list[int]) -> None:
+        """Look at what a step computes of a piece; the prompt must be what it repeats."""
+        first, end = max(start, piece.first), min(start + len(facts), piece.end)
+        if first < end:
+            rows = slice(first - start, end - start)
+            seen = Reading(
+                piece,
+                rows,
+                torch.arange(first, end),
+                torch.tensor(row[: -(-end // BLOCK)]),
+            )
+            queries = facts[:, None, :RELEASED].repeat(1, HEADS, 1)
+            for index in range(LAYERS):
+                self.replays.read(index, queries, [seen])
 
     def check_window(self, request: Request, computed: int) -> None:
         """What attention would read before this step is what it should: every live block, once."""
@@ -409,6 +436,7 @@ class Simulation:
             sampling_params=params,
             prompt_token_ids=prompt,
             prompt_embeds=None,
+            mm_features=None,
             resumable=session is not None,
         )
         if checked:
@@ -440,6 +468,8 @@ class Simulation:
         busy = self.scheduler.has_requests()
         if busy:
             output = self.scheduler.schedule()
+            for request_id in output.num_scheduled_tokens:  # those of replays are nobody's
+                self.requests.setdefault(request_id, self.scheduler.requests[request_id])
             self.memory.execute(output, self.requests)
             self.memory.sequences.check_integrity()
             self.in_flight.append(output)

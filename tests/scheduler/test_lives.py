@@ -135,8 +135,12 @@ class World:
         for session in sorted(self.sessions):
             if draw.random() < 0.2:
                 self.take_turn(session)
-        if self.scheduler.requests and draw.random() < 0.04:
-            self.abort(draw.choice(list(self.scheduler.requests)))
+        clients = [i for i in self.scheduler.requests if self.scheduler.replays.piece(i) is None]
+        if clients and draw.random() < 0.04:
+            self.abort(draw.choice(clients))
+        waiting = [i for i in self.scheduler.requests if self.scheduler.replays.waits(i)]
+        if waiting and draw.random() < 0.08:
+            self.abort(draw.choice(waiting))
         if draw.random() < 0.02:
             self.preempt()
         if draw.random() < 0.02:
@@ -160,7 +164,10 @@ class World:
             "priority": draw.randrange(3),
             "kv_budget": draw.choice(["full", "160", "192", "256", "20%", "70%"]),
             "kv_prefill": draw.choice(["auto", "oneshot", "streaming"]),
-            "kv_policy": draw.choice(["random", "other", *policies.names(), "none"]),
+            # Replays have more ways to go than other policies.
+            "kv_policy": draw.choice(
+                ["random", "other", *policies.names(), *["kvzip"] * 4, "none"]
+            ),
             "kv_allocator": draw.choice(["uniform", *allocators.names()]),
         }
         if draw.random() < 0.3:
@@ -242,6 +249,10 @@ class World:
             self.seen["preempted"] += request.num_preemptions > 0
             assert request_id not in self.scheduler.ledgers
             assert request_id not in self.scheduler.pages.holds
+            assert request_id not in self.scheduler.pages.published
+            if request.status == RequestStatus.FINISHED_ABORTED and "/replay/" in request_id:
+                self.seen["replay cut short"] += 1
+                continue
             start = request.num_prompt_tokens
             said = list(request.all_token_ids)[start:]
             assert said == [answer(request_id, start + i) for i in range(len(said))]
@@ -268,6 +279,10 @@ class World:
         assert not self.scheduler.pages.holds
         assert not self.sim.memory.rows
         assert not self.sim.memory.sequences.by_id
+        assert not self.scheduler.replays.at_work()
+        assert not self.scheduler.replays._by_key
+        assert not self.scheduler.replays._by_member
+        assert not self.sim.memory.replays.pieces
         assert self.scheduler.reset_prefix_cache()
         self.sim.step()  # the KV events tell that, too
 

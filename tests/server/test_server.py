@@ -6,6 +6,7 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -377,6 +378,64 @@ def test_aborted_requests_give_their_pages_back(server: Server, book: list[int])
             if count == 5:
                 break
     wait_until_idle(server)
+
+
+def test_kvzip_is_for_who_asks_and_tells_what_it_costs(server: Server, book: list[int]) -> None:
+    prompt, headers = book[4000:5000], {"X-KV-Policy": "kvzip", "X-KV-Budget": "256"}
+    before = server.metric("nexus:replay_tokens_total")
+    told = eviction(server.complete(prompt, 40, {"X-KV-Budget": "256"}))
+    assert "replay_tokens" not in told
+    assert server.metric("nexus:replay_tokens_total") == before
+    reply = server.complete(prompt, 40, headers)
+    told = eviction(reply)
+    assert told["policy"] == "kvzip"
+    assert told["eviction_steps"] > 0
+    # The prompt was in the cache, all but its last block; it is repeated at once, as told.
+    assert 1000 < told["replay_tokens"] < 1000 + 32 + 1000 % BLOCK + BLOCK
+    assert server.metric("nexus:replay_tokens_total") - before == told["replay_tokens"]
+    assert record_of(server, reply["id"])["replay_tokens"] == told["replay_tokens"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_kvzip_on_every_route_streamed(server: Server, route: str) -> None:
+    body = json.loads(json.dumps(ROUTES[route]).replace("{text}", GRASS))
+    before = server.metric("nexus:replay_tokens_total")
+    headers = {"X-KV-Budget": "128", "X-KV-Policy": "kvzip"}
+    reply = server.post(route, {**body, "stream": True}, headers)
+    assert reply.status_code == 200, reply.text
+    assert "error" not in reply.text
+    wait_until_idle(server)
+    assert server.metric("nexus:replay_tokens_total") > before + 350
+
+
+def test_kvzip_is_refused_where_its_replay_does_not_fit(server: Server, book: list[int]) -> None:
+    headers = {"X-KV-Policy": "kvzip", "X-KV-Budget": "256"}
+    for stream in (False, True):
+        body = {"prompt": book[:8150], "max_tokens": 20, "stream": stream}
+        reply = server.post("/v1/completions", body, headers)
+        assert reply.status_code == 400
+        assert "kv_policy='kvzip'" in reply.json()["error"]["message"]
+        assert "8150 tokens needs room for 64 more" in reply.json()["error"]["message"]
+    forged = {"prompt": "Hello", "max_tokens": 2, "vllm_xargs": {"kv_replay": "r/replay/0"}}
+    reply = server.post("/v1/completions", forged)
+    assert reply.status_code == 400
+    assert "no such directive" in reply.json()["error"]["message"]
+
+
+def test_kvzip_aborted_amid_its_replay_gives_everything_back(
+    server: Server, book: list[int]
+) -> None:
+    body = {"model": MODEL, "prompt": book[6000:9000], "max_tokens": 2000, "ignore_eos": True}
+    headers = {"X-KV-Policy": "kvzip", "X-KV-Budget": "256", "Content-Type": "application/json"}
+    before = server.metric("nexus:replay_tokens_total")
+    connection = HTTPConnection(server.url.removeprefix("http://"))
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    while server.metric("nexus:replay_tokens_total") == before:
+        pass
+    connection.close()
+    wait_until_idle(server)
+    # It was ended there: the whole replay would have been that many.
+    assert server.metric("nexus:replay_tokens_total") - before < 6000
 
 
 def wait_until_idle(server: Server) -> None:

@@ -285,7 +285,6 @@ TOOLS = ("nexus_vllm.plugin", "nexus_vllm.tools.doctor", "nexus_vllm.tools.bench
 
 FOREIGN = {
     "f.name": "of dataclasses.fields",
-    "policies.get": "of a dict of ours",
     "report['requests'].items": "of a dict of ours",
 }
 """What `uses` cannot tell the type of, and is not vLLM's."""

@@ -11,6 +11,7 @@ from nexus_vllm import allocators
 from nexus_vllm.config import Settings
 from nexus_vllm.engine.evictor import Evictor, Layer
 from nexus_vllm.engine.layout import UnitLayout
+from nexus_vllm.engine.replay_scores import ReplayScores
 from nexus_vllm.engine.sequences import Sequence
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.window import LayerWindow
@@ -141,6 +142,7 @@ def worker() -> Any:
     one: Any = EvictionWorker.__new__(EvictionWorker)
     one.eviction = Settings(trace=True)
     one.sequences, one.runner = Table(), Runner()
+    one.replays = ReplayScores(Runner(), found, 32)  # type: ignore[arg-type]
     one.evictor, one.uneven = Evictor(found, CHECKED), UnevenEvictor(found, CHECKED)
     one.evictor.policies["random"] = Broken()
     one.allocators = {"global": allocators.make("global")}

@@ -40,6 +40,7 @@ def request(prompt: int, max_tokens: int = 100, resumable: bool = False) -> Any:
         sampling_params=SamplingParams(max_tokens=max_tokens, extra_args={"kv_budget": "full"}),
         prompt_token_ids=[1] * prompt,
         prompt_embeds=None,
+        mm_features=None,
         resumable=resumable,
     )
 

@@ -40,6 +40,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "evicted_blocks": 79,
         "moved_blocks": 300,
         "postponed": 1,
+        "replay_tokens": 500,
         "seconds": [0.002, 0.2],
         "live_blocks": 40,
         "requests": {"nexus": 1, "none": 2},
@@ -77,6 +78,7 @@ def test_a_report_reaches_the_scrape_under_the_documented_names() -> None:
         "nexus:evicted_blocks_total": 158,
         "nexus:moved_blocks_total": 600,
         "nexus:postponed_total": 2,
+        "nexus:replay_tokens_total": 1000,
         "nexus:eviction_seconds_count": 4,
         "nexus:eviction_seconds_sum": pytest.approx(0.404),
         'nexus:requests_total{policy="nexus"}': 2,
@@ -172,8 +174,9 @@ import sys
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from nexus_vllm.server.metrics import observe
-report = dict(eviction_steps=1, evicted_blocks=2, moved_blocks=3, postponed=0, seconds=[0.1])
-observe(report | dict(live_blocks=int(sys.argv[1]), requests={}, finished=[]), engine=0)
+report = dict(eviction_steps=1, evicted_blocks=2, moved_blocks=3, postponed=0, replay_tokens=0)
+report |= dict(seconds=[0.1], live_blocks=int(sys.argv[1]), requests={}, finished=[])
+observe(report, engine=0)
 registry = CollectorRegistry()  # as vLLM's get_prometheus_registry does
 MultiProcessCollector(registry)
 print(generate_latest(registry).decode())

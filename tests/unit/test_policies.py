@@ -37,6 +37,7 @@ def observe(
     rows = math.prod(lead)
     ids = torch.stack([torch.randperm(blocks + 4, generator=g)[:blocks] for _ in range(rows)])
     end = (blocks + 4) * block - 1 if last is None else last
+    replay = torch.rand(*lead, blocks, kv_heads, generator=torch.Generator().manual_seed(seed))
     angles = torch.arange(1000)[:, None] * 0.7 ** torch.arange(max(1, (dim - 1) // 2))
     return Observation(
         queries=torch.randn(*lead, window, query_heads, dim, generator=g) * 2,
@@ -54,10 +55,11 @@ def observe(
         keep=max(1, blocks - 1),
         prompt_blocks=4,
         rope=Rope(angles.cos(), angles.sin(), neox),
+        replay=replay.where(torch.rand(*lead, blocks, 1, generator=g) < 0.6, math.nan),
     )
 
 
-OF_BLOCKS = ("keys", "values", "block_ids", "candidates", "valid", "state")
+OF_BLOCKS = ("keys", "values", "block_ids", "candidates", "valid", "state", "replay")
 OF_ROWS = (*OF_BLOCKS, "queries", "layers")
 
 
@@ -93,6 +95,7 @@ def as_seen_by(policy: Policy, obs: Observation) -> Observation:
         values=obs.values if policy.needs_values else None,
         rope=obs.rope if policy.needs_rope else None,
         state=state if policy.state_size else None,
+        replay=obs.replay if policy.needs_replay else None,
     )
 
 
@@ -113,6 +116,7 @@ def padded(obs: Observation) -> Observation:
         keys=longer(obs.keys, 1),
         values=longer(obs.values, 1),
         state=longer(obs.state, math.nan),
+        replay=longer(obs.replay, math.nan),
         block_ids=longer(obs.block_ids, 500),
         candidates=longer(obs.candidates, False),
         valid=longer(torch.ones_like(obs.candidates), False),
@@ -200,6 +204,7 @@ def test_a_policy_asks_for_what_it_needs(policy: Policy) -> None:
         "query_positions": policy.needs_window,
         "values": policy.needs_values,
         "rope": policy.needs_rope,
+        "replay": policy.needs_replay,
     }
     for name in [name for name, needed in needs.items() if needed]:
         with pytest.raises(ValueError, match=name):

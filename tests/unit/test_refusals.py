@@ -129,6 +129,17 @@ def test_a_plain_engine_is_not_refused() -> None:
             ),
         ),
         (
+            {
+                "additional_config": {"kv_eviction": {"policy": "kvzip"}},
+                "cache_config.enable_prefix_caching": False,
+            },
+            (
+                "--no-enable-prefix-caching with the policy kvzip",
+                "a replay finds its prompt in the prefix cache",
+                "drop --no-enable-prefix-caching, or choose another policy",
+            ),
+        ),
+        (
             {"parallel_config.use_ubatching": True, "parallel_config.enable_dbo": True},
             ("--enable-dbo", "batches must not be split in the worker", "drop --enable-dbo"),
         ),

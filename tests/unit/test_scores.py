@@ -24,6 +24,7 @@ from nexus_vllm.policies.expected_attention import ExpectedAttention
 from nexus_vllm.policies.h2o import H2O
 from nexus_vllm.policies.keydiff import KeyDiff
 from nexus_vllm.policies.knorm import KNorm
+from nexus_vllm.policies.kvzip import KVzip
 from nexus_vllm.policies.nexus import Nexus, WalkOver
 from nexus_vllm.policies.random_blocks import RandomBlocks, RandomGenerated
 from nexus_vllm.policies.snapkv import SnapKV
@@ -285,6 +286,17 @@ def drawn(row: Row, policy: RandomBlocks) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
+def kvzip(row: Row, policy: KVzip) -> Tensor:
+    """What the replay says where it says something, else the most that any window has seen."""
+    assert row.obs.replay is not None
+    most = row.attention().amax(1).unflatten(0, (len(row.keys), -1)).amax(1)  # [Hkv, T]
+    window = most.unflatten(1, (len(row.order), -1)).amax(2).mean(0)
+    if row.obs.state is not None:
+        window = torch.fmax(window, row.obs.state[row.order, 0].double())
+    replayed = row.obs.replay[row.order].double().mean(1)
+    return torch.where(replayed.isnan(), window, replayed)
+
+
 Reading = Callable[[Row, Any], Tensor]
 READINGS: list[tuple[Policy, Reading]] = [
     (Nexus(), nexus),
@@ -313,6 +325,7 @@ READINGS: list[tuple[Policy, Reading]] = [
     (ExpectedAttention(), expected_attention),
     (ExpectedAttention(future=3, eps=0.02), expected_attention),
     (ExpectedAttention(future=1), expected_attention),
+    (KVzip(), kvzip),
     (VaSE(share=0.0), snapkv),
     (VaSE(share=0.0, pool=3), snapkv),
     (StreamingLLM(), streaming_llm),
@@ -456,6 +469,7 @@ def real(model_path: Path) -> Real:
         values=blocks([cache.layers[layer].values for layer in LAYERS]),
         keep=6,
         rope=Rope(cos[0, :, :32].clone(), sin[0, :, :32].clone()),
+        replay=torch.full((len(LAYERS), len(live), 3), math.nan),
     )
     return Real(obs, plain[:, :, -WINDOW:].transpose(1, 2).clone())
 
@@ -853,6 +867,7 @@ def test_kv_heads_as_rows_make_the_whole(policy: Policy, real: Real) -> None:
     assert obs.queries is not None
     assert obs.keys is not None
     assert obs.values is not None
+    assert obs.replay is not None
     ids = obs.block_ids[:, None].expand(-1, 3, -1)
     split = replace(
         obs,
@@ -862,6 +877,7 @@ def test_kv_heads_as_rows_make_the_whole(policy: Policy, real: Real) -> None:
         block_ids=ids,
         candidates=obs.candidates[:, None].expand_as(ids),
         layers=torch.arange(9).view(3, 3),
+        replay=obs.replay.movedim(2, 1).unsqueeze(3),
     )
     joint, _ = score(policy, as_seen_by(policy, obs))
     apart, _ = score(policy, as_seen_by(policy, split))

@@ -90,7 +90,8 @@ class Life:
     No `plan`: never evicted, and unknown to the worker's table. `length`: tokens at its end.
     `publishes`: how many of its first blocks others may share. `state` [layers, heads, MOST_BLOCKS,
     S]: what the policy has said of each block, NaN where nothing yet; heads is 1 where all keep the
-    same ones. `seen`: tokens at the last eviction.
+    same ones. `seen`: tokens at the last eviction. `replay` [layers, heads, the prompt's blocks]:
+    what its prompt's replay has found.
     """
 
     request_id: str
@@ -103,6 +104,7 @@ class Life:
     contents: np.ndarray
     units: np.ndarray
     state: torch.Tensor
+    replay: torch.Tensor
     row: list[int] = field(default_factory=list)
     computed: int = 0
     released: int = 0
@@ -296,6 +298,11 @@ class World:
             contents=np.empty(0),
             units=np.full(shape, -1),
             state=torch.empty(0),
+            replay=torch.rand(
+                *shape[:2],
+                -(-prompt // self.block),
+                generator=torch.Generator().manual_seed(draw.getrandbits(31)),
+            ),
         )
         self.seen["not evictable"] += plan is None
         self._begin(life)
@@ -479,6 +486,7 @@ class World:
         expected, state = self.choice(life, eviction)
         policy, allocator = self.evictor.policies[life.policy], self.allocators[life.allocator]
         sequence = self.sequences.by_id[life.request_id]
+        sequence.replay = life.replay
         if life.allocator == "uniform":
             moved, _ = self.evictor.evict(sequence, eviction)
             moved *= self.heads
@@ -565,6 +573,10 @@ class World:
             both = contents[layers, heads, ids.clamp(max=full - 1)].unsqueeze(3)
             queries = queries.unflatten(2, (self.heads, -1)).transpose(1, 2)
         known = life.state[layers, torch.arange(life.state.shape[1])[:, None], ids.clamp(max=full)]
+        asked = ids.expand(-1, self.heads, -1)
+        beyond, last = asked >= life.replay.shape[-1], life.replay.shape[-1] - 1
+        replay = life.replay[layers, torch.arange(self.heads)[:, None], asked.clamp(max=last)]
+        replay = replay.masked_fill(beyond, torch.nan)  # [L, H, n]
         seen = Observation(
             queries=queries,
             query_positions=positions,
@@ -576,6 +588,7 @@ class World:
             keep=budget,
             prompt_blocks=eviction.prompt_tokens // self.block,
             rope=ROPE,
+            replay=replay.transpose(1, 2) if even else replay.unsqueeze(-1),
             block_ids=ids[:, 0] if even else ids,
             scale=1.0,
             candidates=(valid & ~forced)[:, 0] if even else valid & ~forced,

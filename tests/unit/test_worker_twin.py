@@ -38,6 +38,7 @@ from nexus_vllm.engine import attention
 from nexus_vllm.engine.attention import EvictionBuilderMixin, EvictionImplMixin
 from nexus_vllm.engine.evictor import Evictor, Layer
 from nexus_vllm.engine.layout import UnitLayout
+from nexus_vllm.engine.replay_scores import ReplayScores
 from nexus_vllm.engine.sequences import Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.unit_batch import UnitTables
@@ -313,6 +314,7 @@ class Twin(RuleBasedStateMachine):
         worker.evictor = Evictor(layers, self.settings)
         worker.evictor.policies[BROKEN] = Failing()  # type: ignore[assignment]
         worker.uneven = UnevenEvictor(layers, self.settings)
+        worker.replays = ReplayScores(self.runner, layers, BLOCK)  # type: ignore[arg-type]
         worker.allocators = {name: allocators.make(name, PROFILE) for name in allocators.names()}
         worker._report, worker._failed, worker._trace = None, set(), {}
         self.builder = EvictionBuilder()
