@@ -166,7 +166,7 @@ class World:
             "kv_prefill": draw.choice(["auto", "oneshot", "streaming"]),
             # Replays have more ways to go than other policies.
             "kv_policy": draw.choice(
-                ["random", "other", *policies.names(), *["kvzip"] * 4, "none"]
+                ["random", "other", *policies.names(), *["kvzip"] * 2, "none"]
             ),
             "kv_allocator": draw.choice(["uniform", *allocators.names()]),
         }
