@@ -96,9 +96,7 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path) -> Results:
-        """Raises ValueError where the study's report is missing: it has not ended once."""
-        if not (folder / "eval.json").is_file():
-            raise ValueError(f"{folder} has no eval.json; let the study run to its end")
+        """Of a study's folder, which has its report."""
         report = json.loads((folder / "eval.json").read_text())
         lines = [json.loads(line) for line in (folder / "results.jsonl").open()]
         peers = folder / "peers.jsonl"
@@ -220,10 +218,12 @@ def report(out: Path) -> None:
     document, folder = DOCUMENT.read_text(), DOCUMENT.parent / "retention"
     folder.mkdir(exist_ok=True)
     for name, study in OF.items():
-        if (out / name).is_dir():
-            found = Results.read(out / name)
-            document = written(document, name, section(name, study, found))
-            (folder / f"{name}.json").write_text(as_json(found))
+        if not (out / name / "eval.json").is_file():
+            print(f"{name}: no report in {out / name}, left as it is", file=sys.stderr)
+            continue
+        found = Results.read(out / name)
+        document = written(document, name, section(name, study, found))
+        (folder / f"{name}.json").write_text(as_json(found))
     DOCUMENT.write_text(document)
 
 

@@ -1,0 +1,105 @@
+"""The tables of docs/retention.md are made from results, and go where they belong."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nexus_vllm.tools.eval_plan import FULL, Method
+
+ROOT = Path(__file__).resolve().parents[2]
+CELLS = [("in-window", "20%"), ("later", "20%")]
+
+
+@pytest.fixture(scope="module")
+def retention() -> Any:
+    spec = importlib.util.spec_from_file_location("retention", ROOT / "scripts" / "retention.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["retention"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def line(policy: str, allocator: str, cell: tuple[str, str], question: int, score: int) -> Any:
+    return {
+        "policy": policy,
+        "allocator": allocator,
+        "setting": cell[0],
+        "budget": cell[1],
+        "sample": 0,
+        "question": question,
+        "score": score,
+        "right": score,
+        "tokens": 1,
+        "logprob": score - 2.0,
+        "whole": True,
+    }
+
+
+def results(retention: Any) -> Any:
+    """Three questions: `nexus` knows two inside and one later, `other` always one less."""
+    lines = [line("none", "-", ("-", "full"), q, 1) for q in range(3)]
+    for cell, known in zip(CELLS, (2, 1), strict=True):
+        lines += [line("nexus", "uniform", cell, q, int(q < known)) for q in range(3)]
+        lines += [line("other", "uniform", cell, q, int(q < known - 1)) for q in range(3)]
+    return retention.Results(lines, CELLS, {"machine": "m", "versions": "v", "seeds": "0"})
+
+
+def test_methods_are_ranked_by_the_mean_of_all_cells(retention: Any) -> None:
+    found = results(retention)
+    table = retention.whole_table(found, Method("nexus", "uniform"))
+    assert table.columns == [
+        *("policy, allocator", "inside 20%", "later 20%", "mean", "log-probability")
+    ]
+    assert [row[0] for row in table.rows] == ["full cache", "nexus, uniform", "other, uniform"]
+    assert table.rows[1][1:3] == ["0.67", "0.33"]
+    assert table.rows[1][3].startswith("0.50 [")
+    assert table.rows[2][4] == "-1.83"
+
+
+def test_a_variant_is_told_by_what_it_changes(retention: Any) -> None:
+    rows = retention.parts_table(results(retention), Method("nexus", "uniform")).rows
+    assert rows[0][:2] == ["nexus", "uniform"]
+    assert rows[0][3:] == ["-", "-", "-"]
+    assert rows[1][3].startswith("-0.33 [")
+    assert rows[1][4].startswith("-0.33 [")
+
+
+def test_a_question_without_all_its_cells_is_left_out(retention: Any) -> None:
+    found = results(retention)
+    own = [one for one in found.lines if one["setting"] != "later" or one["question"] != 0]
+    fewer = retention.Results(own, CELLS, found.told)
+    method = Method("nexus", "uniform")
+    assert list(fewer.values(method, "score", CELLS)) == [(0, 1), (0, 2)]
+    assert fewer.mean(method, "score", CELLS).mean == 0.25
+    assert len(fewer.values(FULL, "score", CELLS)) == 3
+
+
+def test_every_cell_is_in_the_json(retention: Any) -> None:
+    told = json.loads(retention.as_json(results(retention)))
+    assert len(told["cells"]) == 5
+    assert told["cells"][0]["policy"] == "none"
+    assert told["cells"][1]["score"][0] == 0.6667
+    assert told["told"]["machine"] == "m"
+
+
+def test_a_table_goes_between_its_marks_and_nowhere_else(retention: Any) -> None:
+    document = "a\n<!-- x -->\nold\n<!-- /x -->\nb\n<!-- y -->\n<!-- /y -->\n"
+    text = retention.written(document, "x", "new \\1\n")
+    assert text == "a\n<!-- x -->\nnew \\1\n<!-- /x -->\nb\n<!-- y -->\n<!-- /y -->\n"
+    with pytest.raises(ValueError, match="no marks <!-- z -->"):
+        retention.written(document, "z", "")
+
+
+def test_every_study_has_its_place_and_a_command(retention: Any, tmp_path: Path) -> None:
+    document = retention.DOCUMENT.read_text()
+    for name, study in retention.OF.items():
+        assert retention.written(document, name, "")
+        command = study.command(tmp_path)
+        assert command[:2] == ["nexus-vllm", "eval"]
+        assert (study.config is None) == ("--kv-eviction-config" not in command)
