@@ -90,7 +90,7 @@ def add_to(commands: Any) -> None:
     option = parser.add_argument
     option("--out", type=Path, required=True, metavar="DIR", help="eval.md, eval.json and results")
     option("--suite", default="quick", help=f"{', '.join(suites())}, or a YAML file (quick)")
-    option("--policies", type=_words, metavar="NAME,...", help="default: all")
+    option("--policies", type=_words, metavar="NAME,...", help="default: all that replay nothing")
     option(
         "--allocators",
         type=_words,
@@ -192,10 +192,19 @@ def _report(
     return f"{tell.summary(report)}\n\n{args.out / 'eval.md'}"
 
 
+def usual_policies() -> list[str]:
+    """The policies that are asked where none is named: all that replay nothing."""
+    return [name for name in POLICIES if not policies.POLICIES[name].needs_replay]
+
+
 def _methods(policies: Sequence[str] | None, allocators: Sequence[str] | None) -> list[Method]:
-    """All that are asked for. Equal terms by default, and what the product itself would do."""
-    made = [Method(p, a) for p in policies or POLICIES for a in allocators or ("uniform",)]
-    if not allocators and "nexus" in (policies or POLICIES):
+    """All that are asked for. Equal terms by default, and what the product itself would do.
+
+    A policy that replays computes each prompt once more and must be named.
+    """
+    asked = policies or usual_policies()
+    made = [Method(p, a) for p in asked for a in allocators or ("uniform",)]
+    if not allocators and "nexus" in asked:
         made.insert(1 + made.index(Method("nexus", "uniform")), Method("nexus", "auto"))
     return list(dict.fromkeys(made))
 
@@ -238,7 +247,7 @@ class Own:
     def serving(self, stage: Stage, made: Sequence[Sample]) -> Iterator[Server]:
         longest = max(map(_longest, made))
         pool = (self.args.concurrency + 3) * longest
-        asked = self.args.policies or POLICIES
+        asked = self.args.policies or usual_policies()
         if any(policy.needs_replay for name, policy in policies.POLICIES.items() if name in asked):
             longest = 2 * longest + ROOM
         usual = Settings().to_json()
