@@ -336,8 +336,9 @@ class Settings(BaseModel):
             refuse("budget", self.budget, why)
         base = self.model_dump(mode="json", exclude={"variants"}) if self.variants else {}
         for name, changes in self.variants.items():
+            kept = {key: base[key] for key in base if key != "lam" or "lambda" not in changes}
             try:
-                self._varied[name] = type(self).from_source(base, **changes)
+                self._varied[name] = type(self).from_source({**kept, **changes})
             except ValueError as error:
                 told = f"variant {name}: {str(error).removeprefix('KV eviction: ')}"
                 raise PydanticCustomError("variants", "{told}", {"told": told}) from None

@@ -319,6 +319,8 @@ def test_a_variant_is_a_policy_with_settings_of_its_own() -> None:
     assert (settings.window, settings.widest_window) == (16, 32)
     assert Settings(window=48, variants={"a": {"window": 8}}).widest_window == 48
     assert Settings.from_source(settings.to_json()).of("wide") == wide
+    cut = Settings(decode_selector="topk", variants={"as-prefill": {"decode_selector": None}})
+    assert cut.of("as-prefill").decode_selector is None
     directive = settings.directive({"kv_policy": "WIDE", "kv_budget": "96"})
     assert directive.header() == "policy=wide; budget=96; prefill=auto"
     for policy in ("nexus", "flat"):
