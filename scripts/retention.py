@@ -39,6 +39,7 @@ DOCUMENT = ROOT / "docs" / "retention.md"
 SHORT = {"in-window": "inside", "later": "later"}
 
 Cell = tuple[str, str]  # setting, budget
+ASKED = ("setting", "policy", "allocator", "budget")
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,15 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path) -> Results:
-        """Of a study's folder, which has its report."""
+        """Of a study's folder: the results that its last report is of."""
         report = json.loads((folder / "eval.json").read_text())
+        told = {tuple(cell[key] for key in ASKED) for cell in report["cells"]}
         lines = [json.loads(line) for line in (folder / "results.jsonl").open()]
+        lines = [
+            line
+            for line in lines
+            if line["policy"] == FULL.policy or tuple(line[key] for key in ASKED) in told
+        ]
         peers = folder / "peers.jsonl"
         if peers.is_file():
             lines += [json.loads(line) for line in peers.open()]

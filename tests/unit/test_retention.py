@@ -80,6 +80,25 @@ def test_a_question_without_all_its_cells_is_left_out(retention: Any) -> None:
     assert len(fewer.values(FULL, "score", CELLS)) == 3
 
 
+def test_only_what_the_last_report_is_of_is_read(retention: Any, tmp_path: Path) -> None:
+    found = results(retention)
+    (tmp_path / "results.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in found.lines))
+    cells = [
+        {"policy": policy, "allocator": allocator, "setting": setting, "budget": budget}
+        for policy, allocator, setting, budget in (
+            ("none", "-", "later", "full"),
+            ("nexus", "uniform", "later", "20%"),
+        )
+    ]
+    (tmp_path / "eval.json").write_text(json.dumps({"told": found.told, "cells": cells}))
+    read = retention.Results.read(tmp_path)
+    assert read.methods == [FULL, Method("nexus", "uniform")]
+    assert read.cells == [("later", "20%")]
+    assert {x["setting"] for x in read.lines} == {"-", "later"}
+    (tmp_path / "peers.jsonl").write_text(json.dumps(found.lines[-1] | {"policy": "kvpress:x"}))
+    assert Method("kvpress:x", "uniform") in retention.Results.read(tmp_path).methods
+
+
 def test_every_cell_is_in_the_json(retention: Any) -> None:
     told = json.loads(retention.as_json(results(retention)))
     assert len(told["cells"]) == 5
