@@ -66,6 +66,7 @@ class Study:
 
 
 OF = {
+    "quick": Study(SMOL, "quick", ()),
     "ablation": Study(
         SMOL,
         "retention",
