@@ -360,7 +360,7 @@ class Settings(BaseModel):
     @property
     def widest_window(self) -> int:
         """Query rows that the engine has to remember."""
-        return max(self.window, *(self.of(name).window for name in self.variants), 1)
+        return max(each.window for each in (self, *self._varied.values()))
 
     @property
     def min_budget_tokens(self) -> int:

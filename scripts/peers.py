@@ -39,7 +39,7 @@ from nexus_vllm.tools.eval_results import (
     model_identity,
     samples_identity,
 )
-from nexus_vllm.tools.eval_samples import Sample, samples
+from nexus_vllm.tools.eval_samples import Sample, samples, tokenizing
 from nexus_vllm.tools.eval_suite import BLOCK, Suite, load, suites
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -236,7 +236,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"no press {name!r}: use {', '.join(PRESSES)}")
     folder = model_folder(args.model)
     suite = load(args.suite, prompt_tokens=args.prompt_tokens, settings=args.settings)
-    made = _samples(suite, folder)
+    made = samples(suite, *tokenizing(folder))
     names = args.budgets or suite.budgets
     budgets = {name: budget_blocks(name, suite.prompt_tokens, Settings()) for name in names}
     chosen = plan(made, args.presses, budgets, suite.settings, args.seeds, args.limit)
@@ -268,15 +268,6 @@ def run(args: argparse.Namespace) -> int:
     told["kvpress"] = f"{len(lines)} results in {seconds:.0f} s; the last run took {took}"
     print(_report(args, suite, list(names), identity, lines, told))
     return 0
-
-
-def _samples(suite: Suite, folder: Path) -> list[Sample]:
-    """Those of `nexus-vllm eval`."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
-    return samples(suite, encode, tokenizer("").input_ids[:1])
 
 
 def _told(args: argparse.Namespace, suite: Suite, folder: Path, versions: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 """docs/retention.md: every policy on the same questions, and what each part of Nexus Sampling does.
 
     scripts/prepare_texts.py                      # once: the essays
-    scripts/retention.py list                     # the studies and their commands
+    scripts/retention.py list                     # the studies and their commands, in this clone
     scripts/retention.py run STUDY ... --out DIR  # a study that was stopped goes on
     scripts/retention.py report --out DIR         # tables of the studies that are in DIR
 
@@ -30,10 +30,10 @@ from prepare_model import default_cache_dir
 from nexus_vllm.config import Settings
 from nexus_vllm.tools.bench_report import Table, render_table
 from nexus_vllm.tools.eval_plan import FULL, Method
-from nexus_vllm.tools.eval_report import Interval, Line, bootstrap, by_question
+from nexus_vllm.tools.eval_report import Interval, Line, by_question, difference, mean
 
 ROOT = Path(__file__).resolve().parent.parent
-SMOL, QWEN = "smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"
+SMOL = "smollm2-135m-instruct"
 STUDIES = ROOT / "configs" / "studies"
 DOCUMENT = ROOT / "docs" / "retention.md"
 SHORT = {"in-window": "inside", "later": "later"}
@@ -45,13 +45,12 @@ ASKED = ("setting", "policy", "allocator", "budget")
 @dataclass(frozen=True)
 class Study:
     """One run of `nexus-vllm eval`. `config`: a file in configs/studies, whose variants are asked
-    for unless `options` name policies. `table`: how the report shows it."""
+    for."""
 
     model: str
     suite: str
     options: tuple[str, ...]
     config: str | None = None
-    baseline: str = "nexus,uniform"
 
     def command(self, out: Path) -> list[str]:
         told = ["nexus-vllm", "eval", str(default_cache_dir() / self.model)]
@@ -59,9 +58,8 @@ class Study:
         if self.config:
             source = STUDIES / self.config
             names = ["nexus", *Settings.from_source(str(source)).variants]
-            told += ["--kv-eviction-config", str(source)]
-            if "--policies" not in self.options:
-                told += ["--policies", ",".join(names)]
+            told += ["--kv-eviction-config", str(source.relative_to(ROOT))]
+            told += ["--policies", ",".join(names)]
         return told
 
 
@@ -139,22 +137,21 @@ class Results:
         return [line for line in own if (line["setting"], line["budget"]) == cell]
 
     def mean(self, method: Method, measure: str, cells: Sequence[Cell]) -> Interval:
-        return bootstrap(list(self.values(method, measure, cells).values()))
+        return mean(self.values(method, measure, cells))
 
     def minus(self, method: Method, other: Method, measure: str, cells: Sequence[Cell]) -> Interval:
         """Paired by question."""
         ours, theirs = (self.values(m, measure, cells) for m in (method, other))
-        return bootstrap([ours[asked] - theirs[asked] for asked in ours if asked in theirs])
+        return difference(ours, theirs)
 
 
-def whole_table(found: Results, baseline: Method) -> Table:
+def whole_table(found: Results) -> Table:
     """A row for each method, the best first: score in each cell, then the mean of all cells."""
     names = [f"{SHORT[setting]} {budget}" for setting, budget in found.cells]
     made = Table(["policy, allocator", *names, "mean", "log-probability"])
-    ranked = sorted(
-        found.methods, key=lambda m: -found.mean(m, "score", found.cells).mean if m != FULL else -2
-    )
-    for method in ranked:
+    full, *others = found.methods
+    others.sort(key=lambda method: -found.mean(method, "score", found.cells).mean)
+    for method in (full, *others):
         cells = [f"{found.mean(method, 'score', [cell]).mean:.2f}" for cell in found.cells]
         score = found.mean(method, "score", found.cells)
         logprob = found.mean(method, "logprob", found.cells)
@@ -162,13 +159,13 @@ def whole_table(found: Results, baseline: Method) -> Table:
     return made
 
 
-def parts_table(found: Results, baseline: Method) -> Table:
-    """A row for each variant: what it changes against the baseline with the same allocator."""
+def parts_table(found: Results) -> Table:
+    """A row for each variant: what it changes against `nexus` with the same allocator."""
     settings = list(dict.fromkeys(setting for setting, _ in found.cells))
     heads = [f"log-probability {SHORT[setting]}, minus" for setting in settings]
     made = Table(["variant", "allocator", "score", "score, minus", *heads])
     for method in found.methods[1:]:
-        same = Method(baseline.policy, method.allocator)
+        same = Method("nexus", method.allocator)
         row = [method.policy, method.allocator, str(found.mean(method, "score", found.cells))]
         if method == same:
             row += ["-"] * (1 + len(settings))
@@ -181,7 +178,7 @@ def parts_table(found: Results, baseline: Method) -> Table:
     return made
 
 
-TABLES: dict[str, Callable[[Results, Method], Table]] = {"ablation": parts_table}
+TABLES: dict[str, Callable[[Results], Table]] = {"ablation": parts_table}
 
 
 def as_json(found: Results) -> str:
@@ -208,16 +205,15 @@ def written(document: str, name: str, text: str) -> str:
     return marks.sub(lambda m: f"{m[1]}{text}{m[2]}", document)
 
 
-def section(name: str, study: Study, found: Results) -> str:
+def section(name: str, found: Results) -> str:
     """What the report says of one study."""
-    policy, _, allocator = study.baseline.partition(",")
     asked = {(line["sample"], line["question"]) for line in found.lines}
     lines = [
         f"{len(asked)} questions a cell about {len({sample for sample, _ in asked})} haystacks; "
         f"{found.told['machine']}; {found.told['versions']}; seeds {found.told['seeds']}. "
         f"Every cell: [{name}.json](retention/{name}.json).",
         "",
-        *render_table(TABLES.get(name, whole_table)(found, Method(policy, allocator))),
+        *render_table(TABLES.get(name, whole_table)(found)),
     ]
     return "\n" + "\n".join(lines) + "\n\n"
 
@@ -225,12 +221,12 @@ def section(name: str, study: Study, found: Results) -> str:
 def report(out: Path) -> None:
     document, folder = DOCUMENT.read_text(), DOCUMENT.parent / "retention"
     folder.mkdir(exist_ok=True)
-    for name, study in OF.items():
+    for name in OF:
         if not (out / name / "eval.json").is_file():
             print(f"{name}: no report in {out / name}, left as it is", file=sys.stderr)
             continue
         found = Results.read(out / name)
-        document = written(document, name, section(name, study, found))
+        document = written(document, name, section(name, found))
         (folder / f"{name}.json").write_text(as_json(found))
     DOCUMENT.write_text(document)
 
@@ -248,7 +244,7 @@ def main() -> int:
             print(f"{name}: {' '.join(study.command(args.out / name))}")
     elif args.what == "run":
         for name in args.study or OF:
-            subprocess.run(OF[name].command(args.out / name), check=True)
+            subprocess.run(OF[name].command(args.out.resolve() / name), check=True, cwd=ROOT)
     else:
         report(args.out)
     return 0

@@ -144,8 +144,7 @@ class Evictor:
         self.layers = layers
         self.settings = settings
         self.policies: dict[str, Policy] = {
-            name: policies.make(settings.policy_of(name), settings.of(name))
-            for name in settings.choices
+            name: policies.served(name, settings) for name in settings.choices
         }
 
     def evict(

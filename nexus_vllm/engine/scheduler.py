@@ -93,7 +93,7 @@ class EvictionSchedulerMixin(Scheduler):
         self._replaying = {
             name: policy
             for name in self.eviction.choices
-            if isinstance(policy := self._made(name), ReplayPolicy)
+            if isinstance(policy := policies.served(name, self.eviction), ReplayPolicy)
         }
         self.replays = Replays(self._tokenizer(), self._longest_replay)
         most = most_pages(self.eviction, self.max_model_len, self.num_spec_tokens)
@@ -126,10 +126,6 @@ class EvictionSchedulerMixin(Scheduler):
         """Pages that one sequence may fill, which its drafts do not need."""
         size = self.eviction.block_size
         return carried_pages(self._usable, self.num_spec_tokens, size, self.max_model_len)
-
-    def _made(self, name: str) -> policies.Policy:
-        """The policy or variant of this name."""
-        return policies.make(self.eviction.policy_of(name), self.eviction.of(name))
 
     @property
     def _longest_replay(self) -> int:

@@ -10,7 +10,7 @@ from typing import get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from nexus_vllm.config import BUILT_IN_POLICIES, ENTRY_POINTS
+from nexus_vllm.config import BUILT_IN_POLICIES, ENTRY_POINTS, Settings
 from nexus_vllm.policies.base import (
     Observation,
     Policy,
@@ -45,6 +45,7 @@ __all__ = [
     "make",
     "names",
     "score",
+    "served",
     "state_size",
 ]
 
@@ -91,6 +92,11 @@ def registered(points: Iterable[EntryPoint]) -> dict[str, type[Policy]]:
 
 
 POLICIES: dict[str, type[Policy]] = {**_BUILT_IN, **registered(entry_points(group=ENTRY_POINTS))}
+
+
+def served(name: str, settings: Settings) -> Policy:
+    """What serves a request for the policy or variant `name`. Raises ValueError as `make`."""
+    return make(settings.policy_of(name), settings.of(name))
 
 
 def names() -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from nexus_vllm.tools.eval_suite import (
     BLOCK,
@@ -39,6 +40,15 @@ COMMON = 10  # words that are ten times as common as the others
 LONGEST = 40  # words of one sentence of filler
 
 Encode = Callable[[str], list[int]]
+
+
+def tokenizing(folder: Path) -> tuple[Encode, list[int]]:
+    """`encode` and `first` of `samples`, for the model in a folder."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    first: list[int] = tokenizer("").input_ids[:1]
+    return lambda text: tokenizer(text, add_special_tokens=False).input_ids, first
 
 
 @dataclass(frozen=True)

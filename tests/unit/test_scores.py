@@ -523,6 +523,21 @@ def test_blocks_that_are_all_alike(policy: Policy, reading: Reading, real: Real)
     torch.testing.assert_close(inner, inner[:, :1].expand_as(inner))
 
 
+def cut(kind: str, weights: Tensor, keep: int, obs: Observation, **more: float) -> Tensor:
+    """Which blocks of an observation a selector keeps, bool [rows, N]."""
+    return select(
+        kind,
+        weights,
+        keep,
+        ~obs.candidates,
+        seed=0,
+        event=0,
+        layers=obs.layers,
+        block_ids=obs.block_ids,
+        **more,
+    )
+
+
 def with_sink(obs: Observation, gap: float) -> Observation:
     """The oldest token's logits are `gap` or more above the log-sum of all the others'."""
     assert obs.queries is not None
@@ -579,16 +594,7 @@ def test_denormal_weights(policy: Policy, selector: str, real: Real) -> None:
     weights, _ = score(policy, as_seen_by(policy, obs))
     assert bool(weights.isfinite().all())
     assert bool((weights >= 0).all())
-    kept = select(
-        policy.selector or selector,
-        weights,
-        6,
-        ~obs.candidates,
-        seed=0,
-        event=0,
-        layers=obs.layers,
-        block_ids=obs.block_ids,
-    )
+    kept = cut(policy.selector or selector, weights, 6, obs)
     assert kept.sum(-1).tolist() == [6] * len(LAYERS)
 
 
@@ -758,17 +764,7 @@ def test_whatever_draws_the_others_reserved_blocks_stay(selector: str, temperatu
     obs = observe(lead=(rows,), blocks=6, window=1, dim=2)
     obs = replace(obs, keep=3, candidates=torch.ones_like(obs.candidates))
     weights, _ = score(VaSE(share=2 / 3), obs)
-    kept = select(
-        selector,
-        weights,
-        3,
-        ~obs.candidates,
-        seed=0,
-        event=0,
-        layers=obs.layers,
-        block_ids=obs.block_ids,
-        temperature=temperature,
-    )
+    kept = cut(selector, weights, 3, obs, temperature=temperature)
     assert ((weights > 1) & kept).sum(-1).tolist() == [2] * rows
 
 
@@ -783,16 +779,7 @@ def test_a_row_with_less_room_than_is_reserved_keeps_the_largest_values(
     obs = replace(obs, candidates=torch.ones_like(obs.candidates))
     weights, _ = score(VaSE(share=0.8), obs)
     assert (weights > 1).sum(-1).tolist() == [4] * rows
-    kept = select(
-        selector,
-        weights,
-        keep,
-        ~obs.candidates,
-        seed=0,
-        event=0,
-        layers=obs.layers,
-        block_ids=obs.block_ids,
-    )
+    kept = cut(selector, weights, keep, obs)
     for index in range(rows):
         row = Row.of(row_of(obs, index))
         best = row.order[value_range(row).argsort(descending=True)[:keep]]
