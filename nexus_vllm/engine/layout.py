@@ -65,7 +65,7 @@ class UnitLayout:
             return keys.permute(0, 3, 1, 4, 2)
         units = caches[0].new_empty(len(caches), heads, count, end - first)
         for source, into in zip(sources, units, strict=True):
-            torch.index_select(source, 1, pages, out=into)
+            into.copy_(source[:, pages])  # index_select would first copy the whole cache
         units = units.transpose(1, 2)
         if self.steps is None:
             taken = units.index_select(-1, self.order.flatten() - first)

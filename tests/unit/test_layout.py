@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from nexus_vllm.engine.layout import probe
 
@@ -64,3 +65,20 @@ def test_an_unreadable_layout_is_refused() -> None:
     """Two keys in one place: nothing could read them back."""
     with pytest.raises(RuntimeError, match="cannot read keys"):
         probe(layer(torch.zeros(BLOCK, DIM, dtype=torch.long)), torch.zeros(1, HEADS, BLOCK, 16))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("heads", [1, HEADS], ids=["units of uneven heads", "pages"])
+def test_reading_some_pages_costs_nothing_of_the_others(name: str, heads: int) -> None:
+    """The pool is most of a machine's memory; copying it for one sequence takes seconds."""
+    backend = layer(LAYOUTS[name])
+    scratch = torch.zeros(1, HEADS, BLOCK, 2 * DIM)
+    cache = torch.zeros(4096, 2, heads, BLOCK, 2 * DIM)[:, 1]
+    pages = torch.tensor([3, 1, 4000])
+    for values in (False, True):
+        layout = probe(backend, scratch, values)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            layout.read(cache, pages)
+        taken = sum(max(0, event.self_cpu_memory_usage) for event in recorded.events())
+        asked = len(pages) * heads * BLOCK * 2 * DIM * cache.element_size()
+        assert 0 < taken <= 4 * asked
