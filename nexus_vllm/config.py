@@ -62,13 +62,6 @@ ENGINE_WIDE = frozenset(
     }
 )
 """Settings that a variant cannot change: a request has its own word on them, or no one has."""
-SCORE = frozenset(
-    {
-        *("policy", "window", "walk_steps", "lam", "eps_tie"),
-        *("heads", "walk_rows", "walk_over", "walk_state", "pool_rows", "pool_heads", "parameters"),
-    }
-)
-"""Settings that a profile is measured under."""
 # Keys that vLLM itself keeps in SamplingParams.extra_args under our prefix.
 VLLM_KEYS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
 
@@ -247,6 +240,8 @@ class Settings(BaseModel):
     walk_state: Literal["fresh", "carried"] = "fresh"
     pool_rows: Literal["mean", "max"] = "mean"
     pool_heads: Literal["mean", "max"] = "mean"
+    prior: Literal["none", "knorm", "keydiff"] = "none"
+    prior_weight: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
     # Selection
     selector: Selector = "gumbel"
     n: int = Field(default=5, ge=1, le=1024, strict=True)
@@ -434,9 +429,8 @@ class Settings(BaseModel):
         policy = self._policy(xargs)
         budget = self._budget(xargs, self.of(policy).min_budget_tokens)
         allocator = self._allocator(xargs)
-        if allocator == "auto":  # a profile is made for one score
-            measured = policy == self.policy or SCORE.isdisjoint(self.variants.get(policy, SCORE))
-            allocator = "lu" if self.profile and measured else "uniform"
+        if allocator == "auto":
+            allocator = "lu" if self.profile else "uniform"
         return Directive(
             policy=policy,
             budget=Budget() if policy == "none" else budget,

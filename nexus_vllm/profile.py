@@ -113,11 +113,14 @@ class Profile:
     ) -> None:
         """Raises ValueError that says what this profile was made for, if it is something else.
 
-        A parameter that the profile does not name came later; before, its default was what there
-        was.
+        Replays look at heads and not at scores, so that such a profile is good for any score. A
+        parameter that the profile does not name came later; before, its default was what there was.
         """
         mine = asdict(self.model) | {"score": self.score, "block_size": self.block_size}
         yours = asdict(model) | {"score": score, "block_size": block_size}
+        if self.origin.source == "replay":
+            score, parameters = self.score, self.parameters
+            yours["score"] = score
         if model.name.lower() == self.model.name.lower():
             yours["name"] = self.model.name
         if score == self.score:

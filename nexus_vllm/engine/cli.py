@@ -101,7 +101,7 @@ def _adding_flags(original: Callable[..., Any]) -> Callable[..., Any]:
             choices=("auto", *ALLOCATORS),
             default=None,
             help="How a sequence's budget is dealt out over layers and KV heads. auto, the "
-            "default: lu where there is a profile of the model and policy, else uniform.",
+            "default: lu where there is a profile of the model, else uniform.",
         )
         group.add_argument(
             "--kv-profile",

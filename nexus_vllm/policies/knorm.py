@@ -5,17 +5,29 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from nexus_vllm.policies.base import Observation, Policy
-from nexus_vllm.policies.tokens import spread_out
+from nexus_vllm.policies.base import Observation, Policy, check_choices
+from nexus_vllm.policies.tokens import Tokens, ranked
 
 
 @dataclass(frozen=True)
 class KNorm(Policy):
-    """w_j = e^z of -||k||, averaged over the block's tokens and over heads; z: `spread_out`."""
+    """w_j = e^z of -||k||, of a block's tokens together, averaged over heads.
+
+    tokens: how a block's tokens count together (`ranked`); the paper ranks tokens.
+    Raises ValueError on a value out of range.
+    """
+
+    tokens: Tokens = "sum"
 
     name: ClassVar[str] = "knorm"
     needs_keys: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        check_choices(self, tokens=Tokens)
+
     def weights(self, obs: Observation) -> Tensor:
-        norms = obs.all_keys().float().norm(dim=-1).mean(dim=(-2, -1))
-        return spread_out(-norms, obs.candidates)
+        return self.by_head(obs).mean(-2)
+
+    def by_head(self, obs: Observation) -> Tensor:
+        """The weights of each KV head, [..., Hkv, N]."""
+        return ranked(-obs.all_keys().float().norm(dim=-1), obs.candidates, self.tokens)

@@ -15,10 +15,15 @@ from nexus_vllm.policies.base import (
     check_choices,
     pool,
 )
+from nexus_vllm.policies.keydiff import KeyDiff
+from nexus_vllm.policies.knorm import KNorm
 
 WalkRows = Literal["newest", "oldest", "spread"]
 WalkOver = Literal["all", "candidates"]
 WalkState = Literal["fresh", "carried"]
+Prior = Literal["none", "knorm", "keydiff"]
+
+_PRIORS = {"knorm": KNorm().by_head, "keydiff": KeyDiff().by_head}
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,11 @@ class Nexus(Policy):
     pool_rows: "max" makes a the largest of the rows in each block, so that one query is enough to
       keep what it looks at. pool_heads: "max" takes the largest a + lam c of all heads instead of
       their mean. Such weights sum to more.
+    prior: what a head's keys tell whatever is asked: the weights of another policy, p, on the
+      candidates and scaled to 1. With A the candidates' sum of a + lam c, they then weigh
+      (1 - prior_weight) (a_j + lam c_j) + prior_weight A p_j. Where the window looks hard at some
+      blocks these still come first; where it looks at nothing much, as before a question that is
+      yet to come, p decides. "none" is the paper.
     Raises ValueError on a value out of range.
     """
 
@@ -62,6 +72,8 @@ class Nexus(Policy):
     walk_state: WalkState = "fresh"
     pool_rows: Pool = "mean"
     pool_heads: Pool = "mean"
+    prior: Prior = "none"
+    prior_weight: float = 0.5
 
     name: ClassVar[str] = "nexus"
     needs_window: ClassVar[bool] = True
@@ -71,6 +83,8 @@ class Nexus(Policy):
             value = getattr(self, field)
             if not low <= value < float("inf"):
                 raise ValueError(f"nexus: {field} is {value}, must be finite and at least {low}")
+        if not 0 <= self.prior_weight <= 1:
+            raise ValueError(f"nexus: prior_weight is {self.prior_weight}, must be between 0 and 1")
         check_choices(
             self,
             heads=Heads,
@@ -79,6 +93,7 @@ class Nexus(Policy):
             walk_state=WalkState,
             pool_rows=Pool,
             pool_heads=Pool,
+            prior=Prior,
         )
 
     @property
@@ -105,8 +120,20 @@ class Nexus(Policy):
             counted, maps = direct * inside, _normalise(maps * inside[..., None, :])
         walk = _normalise(self._walk(maps, self._start(obs)))
         score = direct + self.lam * counted.sum(-1, keepdim=True) * walk
+        if self.prior != "none":
+            score = self._with_prior(obs, score)
         weights = pool(score, self.pool_heads, -2) + self.eps_tie * age_rank(obs.block_ids)
         return weights, walk.mean(-2)
+
+    def _with_prior(self, obs: Observation, score: Tensor) -> Tensor:
+        """score, [..., H', N], and what the keys of each head tell."""
+        inside = obs.candidates[..., None, :]
+        known = _normalise(_PRIORS[self.prior](obs) * inside)  # [..., Hkv, N]
+        if self.heads == "mean":
+            known = known.mean(-2, keepdim=True)
+        known = known.repeat_interleave(score.shape[-2] // known.shape[-2], dim=-2)
+        share = (score * inside).sum(-1, keepdim=True)
+        return (1 - self.prior_weight) * score + self.prior_weight * share * known
 
     def _direct(self, maps: Tensor) -> Tensor:
         """a, [..., H', N]."""

@@ -9,6 +9,7 @@ from torch.nn import functional
 from nexus_vllm.policies.base import Pool, pool
 
 Pooling = Literal["avg", "max"]
+Tokens = Literal["sum", "max", "mean"]
 
 
 def pooled(scores: Tensor, block_ids: Tensor, kernel: int, pooling: Pooling = "avg") -> Tensor:
@@ -46,8 +47,23 @@ def spread_out(scores: Tensor, candidates: Tensor) -> Tensor:
     mean = exact.masked_fill(~candidates, 0).sum(-1, keepdim=True) / count
     apart = exact - mean
     variance = apart.square().masked_fill(~candidates, 0).sum(-1, keepdim=True) / count
-    deviation = torch.maximum(variance.sqrt(), mean.abs() * 2**-20).clamp(min=torch.finfo().tiny)
+    deviation = torch.maximum(variance.sqrt(), mean.abs() * 2**-16).clamp(min=torch.finfo().tiny)
     return (apart / deviation).clamp(-80, 80).exp().float()
+
+
+def ranked(scores: Tensor, candidates: Tensor, tokens: Tokens) -> Tensor:
+    """Weights [..., H, N] of tokens' scores [..., N, H, b] that only rank.
+
+    tokens: "sum" adds up e^z of a block's tokens, z among all tokens of candidates (`spread_out`),
+    so that a block counts for its high tokens; "max" takes its highest score and "mean" the mean of
+    its scores, and e^z of that among the blocks.
+    """
+    heads = scores.movedim(-2, -3)  # [..., H, N, b]
+    inside = candidates[..., None, :].expand(heads.shape[:-1])
+    if tokens == "sum":
+        each = inside[..., None].expand(heads.shape).flatten(-2)
+        return spread_out(heads.flatten(-2), each).unflatten(-1, heads.shape[-2:]).sum(-1)
+    return spread_out(heads.amax(-1) if tokens == "max" else heads.mean(-1), inside)
 
 
 def check_pool(policy: str, kernel: int, pooling: str = "avg") -> None:

@@ -295,11 +295,11 @@ def test_a_request_may_name_its_allocator_but_lu_needs_a_profile() -> None:
     assert Settings(allocator="lu", profile="heads.json").directive({}).allocator == "lu"
 
 
-def test_without_a_word_a_profile_is_used_for_the_score_it_was_made_for() -> None:
-    settings = Settings(profile="heads.json")
-    assert settings.directive({}).allocator == "lu"
-    assert settings.directive({"kv_policy": "random"}).allocator == "uniform"
-    assert settings.directive({"kv_policy": "random", "kv_allocator": "lu"}).allocator == "lu"
+def test_without_a_word_a_profile_is_used_for_every_policy() -> None:
+    settings = Settings(profile="heads.json", variants={"other": {"policy": "tova"}})
+    for asked in ({}, {"kv_policy": "random"}, {"kv_policy": "other"}, {"kv_allocator": "auto"}):
+        assert settings.directive(asked).allocator == "lu"
+    assert settings.directive({"kv_allocator": "uniform"}).allocator == "uniform"
     assert Settings().directive({}).allocator == "uniform"
     uniform = Settings(profile="heads.json", allocator="uniform")
     assert uniform.directive({}).allocator == "uniform"
@@ -330,13 +330,6 @@ def test_a_variant_is_a_policy_with_settings_of_its_own() -> None:
         settings.directive({"kv_policy": "wdie"})
     (plan, _) = plans(directive, 5000, 10, settings, 1000)
     assert plan.chunk == 32
-
-
-def test_a_variant_has_the_profile_where_it_scores_alike() -> None:
-    variants = {"cut": {"selector": "topk"}, "score": {"window": 32}, "other": {"policy": "tova"}}
-    settings = Settings(profile="heads.json", variants=variants)
-    found = {name: settings.directive({"kv_policy": name}).allocator for name in variants}
-    assert found == {"cut": "lu", "score": "uniform", "other": "uniform"}
 
 
 def test_the_allocators_are_those_of_the_registry() -> None:

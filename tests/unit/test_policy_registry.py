@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from nexus_vllm import policies
-from nexus_vllm.config import BUILT_IN_POLICIES, ENTRY_POINTS, POLICIES, SCORE, Settings
+from nexus_vllm.config import BUILT_IN_POLICIES, ENTRY_POINTS, POLICIES, Settings
 from nexus_vllm.engine.compat import wrong_parameters
 from nexus_vllm.policies import Observation
+from nexus_vllm.policies.nexus import Nexus
 from nexus_vllm.policies.snapkv import SnapKV
 from nexus_vllm.selectors import SELECTORS
 
@@ -77,10 +78,11 @@ def test_names_and_registry_agree() -> None:
     assert POLICIES[: len(BUILT_IN_POLICIES)] == BUILT_IN_POLICIES
 
 
-def test_a_profile_is_measured_under_all_parameters_of_nexus() -> None:
-    """A variant that changes one of them must not get the shares of another score."""
-    assert {*vars(policies.make("nexus")), "policy", "window", "parameters"} == SCORE
-    assert set(Settings.model_fields) >= SCORE
+def test_every_parameter_of_nexus_is_a_setting() -> None:
+    assert set(Settings.model_fields) >= {*vars(policies.make("nexus"))}
+    assert policies.make("nexus", Settings(prior="keydiff", lam=2)) == Nexus(
+        prior="keydiff", lam=2.0
+    )
 
 
 def test_parameters_are_a_policy_s_own_and_of_its_types() -> None:

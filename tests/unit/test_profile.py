@@ -134,6 +134,14 @@ def test_check_accepts_the_same_model_wherever_it_lies() -> None:
         check(profile(), model=dataclasses.replace(FACTS, name=name))
 
 
+def test_a_profile_of_replays_is_good_for_any_score() -> None:
+    made = profile(origin=dataclasses.replace(profile().origin, source="replay"))
+    check(made, score="streaming-llm", parameters={})
+    check(made, parameters={"heads": "mean"})
+    with pytest.raises(ValueError, match="block_size"):
+        check(made, score="streaming-llm", block_size=16)
+
+
 def test_a_parameter_that_came_after_a_profile_was_at_its_default() -> None:
     made = profile()
     check(made, parameters={**made.parameters, "pool_rows": "mean", "pool_heads": "mean"})

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from nexus_vllm.policies.nexus import Nexus, WalkOver
 from nexus_vllm.policies.random_blocks import RandomBlocks, RandomGenerated
 from nexus_vllm.policies.snapkv import SnapKV
 from nexus_vllm.policies.streaming_llm import StreamingLLM
+from nexus_vllm.policies.tokens import Tokens
 from nexus_vllm.policies.tova import TOVA
 from nexus_vllm.policies.vase import VaSE
 from nexus_vllm.selectors import SELECTORS, select
@@ -115,11 +116,17 @@ def nexus_and_walk(row: Row, policy: Nexus) -> tuple[Tensor, Tensor]:
     """Weights, and where the walks of all heads were, on average."""
     size = row.obs.block_ids.shape[-1]
     candidates = row.obs.candidates[row.order].double()
+    priors: list[Tensor] = []
+    if policy.prior != "none":
+        knorms = policy.prior == "knorm"
+        priors = knorm_by_head(row, KNorm()) if knorms else keydiff_by_head(row, KeyDiff())
+        priors = [x * candidates / max(1e-300, float(x @ candidates)) for x in priors]
     if policy.heads == "mean":
         assert row.obs.queries is not None
         assert row.obs.keys is not None
         queries, keys = row.obs.queries.double().mean(1, True), row.obs.keys.double().mean(1, True)
         shown = replace(row.obs, queries=queries, keys=keys, values=None)
+        priors = [over(priors, "mean")] if priors else []
         row = replace(row, obs=shown, keys=row.keys.mean(0, keepdim=True))
     start = torch.zeros(len(row.order)).double()
     if policy.walk_state == "carried" and row.obs.state is not None:
@@ -127,7 +134,8 @@ def nexus_and_walk(row: Row, policy: Nexus) -> tuple[Tensor, Tensor]:
         start = start * candidates if policy.walk_over == "candidates" else start
         start = start / max(1e-300, float(start.sum()))
     heads, walks = [], []
-    for head in row.attention():
+    attention = row.attention()
+    for index, head in enumerate(attention):
         maps = [row.blocks(query) for query in head]
         a = over([x for x in maps if x.sum() > 0] or maps, policy.pool_rows)
         walked, within = maps, a
@@ -147,7 +155,12 @@ def nexus_and_walk(row: Row, policy: Nexus) -> tuple[Tensor, Tensor]:
             c = c + (1 + walked[i] @ c) * walked[i]
         c = c / max(1e-300, float(c.sum()))
         walks.append(c)
-        heads.append(a + policy.lam * within.sum() * c)
+        score = a + policy.lam * within.sum() * c
+        if priors:
+            prior = priors[index * len(priors) // len(attention)]
+            share = (score * candidates).sum()
+            score = (1 - policy.prior_weight) * score + policy.prior_weight * share * prior
+        heads.append(score)
     age = torch.arange(len(row.order)) / max(1, size - 1)
     return over(heads, policy.pool_heads) + policy.eps_tie * age, over(walks, "mean")
 
@@ -183,27 +196,50 @@ def cake(row: Row, policy: CakeScore) -> Tensor:
     return total / len(row.attention())
 
 
-def spread_out(row: Row, scores: Tensor) -> Tensor:
-    """e to the standard score among candidates, unless all are alike to six digits."""
-    among = [x for x, may in zip(scores, row.obs.candidates[row.order], strict=True) if may]
-    mean = sum(among) / max(1, len(among))
-    deviation = math.sqrt(sum((x - mean) ** 2 for x in among) / max(1, len(among)))
-    deviation = max(deviation, abs(mean) / 2**20, 1e-37)
+def spread_out(scores: Tensor, among: Tensor) -> Tensor:
+    """e to the standard score among some, unless all are alike to five digits."""
+    counted = scores[among].tolist()
+    mean = sum(counted) / max(1, len(counted))
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in counted) / max(1, len(counted)))
+    deviation = max(deviation, abs(mean) / 2**16, 1e-37)
     return ((scores - mean) / deviation).clamp(-80, 80).exp()
 
 
+def ranked(row: Row, heads: list[Tensor], tokens: str) -> list[Tensor]:
+    """Weights [blocks] from a score [T] of each head's tokens that only ranks."""
+    may = row.obs.candidates[row.order]
+    block = len(row.at) // len(row.order)
+    found = []
+    for head in heads:
+        if tokens == "sum":
+            each = [bool(may[t // block]) for t in range(len(head))]
+            found.append(row.blocks(spread_out(head, torch.tensor(each))))
+            continue
+        parts = [head[i : i + block].tolist() for i in range(0, len(head), block)]
+        one = [max(part) if tokens == "max" else sum(part) / block for part in parts]
+        found.append(spread_out(torch.tensor(one).double(), may))
+    return found
+
+
 def keydiff(row: Row, policy: KeyDiff) -> Tensor:
-    total = torch.zeros(len(row.at)).double()
+    return over(keydiff_by_head(row, policy), "mean")
+
+
+def keydiff_by_head(row: Row, policy: KeyDiff) -> list[Tensor]:
+    heads = []
     for keys in row.keys:
         anchor = torch.stack([key / key.norm() for key in keys]).mean(0)
-        total -= torch.stack([key @ anchor / key.norm() / anchor.norm() for key in keys])
-    block = len(row.at) // len(row.order)
-    return spread_out(row, row.blocks(total) / len(row.keys) / block)
+        unlike = [-(key @ anchor) / key.norm() / anchor.norm() for key in keys]
+        heads.append(torch.stack(unlike))
+    return ranked(row, heads, policy.tokens)
 
 
 def knorm(row: Row, policy: KNorm) -> Tensor:
-    norms = row.keys.square().sum(-1).sqrt().mean(0)
-    return spread_out(row, -row.blocks(norms) / (len(row.at) // len(row.order)))
+    return over(knorm_by_head(row, policy), "mean")
+
+
+def knorm_by_head(row: Row, policy: KNorm) -> list[Tensor]:
+    return ranked(row, [-keys.square().sum(-1).sqrt() for keys in row.keys], policy.tokens)
 
 
 def rotation(rope: Rope, position: int, dim: int) -> Tensor:
@@ -308,6 +344,9 @@ READINGS: list[tuple[Policy, Reading]] = [
     (Nexus(pool_rows="max", pool_heads="max", walk_over="all"), nexus),
     (Nexus(walk_state="carried"), nexus),
     (Nexus(walk_state="carried", walk_over="all", walk_rows="oldest", pool_rows="max"), nexus),
+    (Nexus(prior="knorm"), nexus),
+    (Nexus(prior="knorm", prior_weight=1.0, heads="mean", pool_heads="max"), nexus),
+    (Nexus(prior="keydiff", prior_weight=0.3, walk_state="carried", walk_over="all"), nexus),
     (SnapKV(pool_rows="max"), snapkv),
     (SnapKV(pool_heads="max", pool=3), snapkv),
     (SnapKV(pool_rows="max", pool_heads="max", pooling="max"), snapkv),
@@ -320,8 +359,8 @@ READINGS: list[tuple[Policy, Reading]] = [
     (CakeScore(), cake),
     (CakeScore(gamma=0.0, pool=1), cake),
     (CakeScore(gamma=7.0, pool=3), cake),
-    (KeyDiff(), keydiff),
-    (KNorm(), knorm),
+    *((KeyDiff(tokens=how), keydiff) for how in get_args(Tokens)),
+    *((KNorm(tokens=how), knorm) for how in get_args(Tokens)),
     (ExpectedAttention(), expected_attention),
     (ExpectedAttention(future=3, eps=0.02), expected_attention),
     (ExpectedAttention(future=1), expected_attention),
