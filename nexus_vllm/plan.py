@@ -120,7 +120,8 @@ class StepPlan:
     `started`: sequences, computed from their first token on, that may be evicted later.
     `stopped`: sequences whose pages were all taken back (finished, aborted or preempted).
     `evictions`: to be filled in this order, before the step's forward pass.
-    `pieces`: what is computed of replays from this step on. `forgotten`: replays nobody needs.
+    `pieces`: what is computed of replays from this step on. `forgotten`: replays that
+    nobody will need.
     """
 
     started: list[str] = field(default_factory=list)

@@ -45,6 +45,7 @@ def uses() -> dict[type, tuple[str, ...]]:
     from vllm.distributed.parallel_state import GroupCoordinator, Handle
     from vllm.engine.arg_utils import EngineArgs
     from vllm.exceptions import GenerationError, VLLMValidationError
+    from vllm.lora.request import LoRARequest
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
     from vllm.tokenizers import TokenizerLike
@@ -194,6 +195,7 @@ def uses() -> dict[type, tuple[str, ...]]:
             "waiting",
         ),
         StructuredOutputManager: ("tokenizer",),
+        LoRARequest: ("load_inplace",),
         TokenizerLike: ("encode(text, truncation, max_length, add_special_tokens)",),
         RequestQueue: ("peek_request()",),
         Request: (

@@ -55,7 +55,7 @@ class ReplayScores:
         self.pieces.pop(request_id, None)
 
     def forget(self, replay: str) -> None:
-        """Nobody needs a replay any more, which may not have begun."""
+        """Nobody will need a replay any more, which may not have begun."""
         self.scores.pop(replay, None)
 
     def readings(self, batch: "CommonAttentionMetadata") -> list[Reading]:

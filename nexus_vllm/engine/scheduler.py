@@ -224,11 +224,18 @@ class EvictionSchedulerMixin(Scheduler):
     def finish_requests(
         self, request_ids: "str | Iterable[str] | None", finished_status: RequestStatus
     ) -> "list[Request]":
-        """End requests, and with the last one that needs it a replay."""
+        """End requests, and with the last one that needs it a replay that is not done."""
         ours = self.replays.at_work()
         ended = super().finish_requests(request_ids, finished_status)
         super().finish_requests(self.replays.abandoned(), RequestStatus.FINISHED_ABORTED)
         return [request for request in ended if request.request_id not in ours]
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """vLLM's word that what was computed so far is out of date: new weights, or it sleeps."""
+        self.replays.reset()
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     # One step
 
@@ -553,8 +560,8 @@ class EvictionSchedulerMixin(Scheduler):
             self.pages.published.pop(request_id)
             self._stopped.append(request_id)
             return super()._free_request(request, delay_free_blocks)
-        if replay := self.replays.leave(request_id):
-            ledger.replay_tokens = replay.tokens
+        if ledger.replay_tokens is not None:
+            ledger.replay_tokens = self.replays.leave(request_id)
         held = self.pages.held_blocks(request_id)
         record = ledger.record(request_id, held, self.pages.block_size)
         kv_params, ec_params = super()._free_request(request, delay_free_blocks)
