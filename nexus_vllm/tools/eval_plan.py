@@ -111,7 +111,9 @@ def stages(
 ) -> list[Stage]:
     """All jobs: for each start of a server sample after sample, the full cache first.
 
-    So a haystack is computed once per start and found in the prefix cache by all others.
+    So a haystack is computed once per start and found in the prefix cache by all others, and for a
+    policy that replays there is one replay of what is cut (the haystack, or with the question) for
+    all methods, budgets and seeds of a start.
     budgets: as asked -> blocks. limit: questions (or streams), of the first samples. own: the
     server is ours to start with another chunk.
     """

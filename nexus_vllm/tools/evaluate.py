@@ -90,7 +90,7 @@ def add_to(commands: Any) -> None:
     option = parser.add_argument
     option("--out", type=Path, required=True, metavar="DIR", help="eval.md, eval.json and results")
     option("--suite", default="quick", help=f"{', '.join(suites())}, or a YAML file (quick)")
-    option("--policies", type=_words, metavar="NAME,...", help="default: all that replay nothing")
+    option("--policies", type=_words, metavar="NAME,...", help="default: all")
     option(
         "--allocators",
         type=_words,
@@ -192,17 +192,9 @@ def _report(
     return f"{tell.summary(report)}\n\n{args.out / 'eval.md'}"
 
 
-def usual_policies() -> list[str]:
-    """The policies that are asked where none is named: all that replay nothing."""
-    return [name for name in POLICIES if not policies.POLICIES[name].needs_replay]
-
-
 def _methods(policies: Sequence[str] | None, allocators: Sequence[str] | None) -> list[Method]:
-    """All that are asked for. Equal terms by default, and what the product itself would do.
-
-    A policy that replays computes each prompt once more and must be named.
-    """
-    asked = policies or usual_policies()
+    """All that are asked for. Equal terms by default, and what the product itself would do."""
+    asked = policies or POLICIES
     made = [Method(p, a) for p in asked for a in allocators or ("uniform",)]
     if not allocators and "nexus" in asked:
         made.insert(1 + made.index(Method("nexus", "uniform")), Method("nexus", "auto"))
@@ -230,22 +222,35 @@ class Own:
         if stage.chunk is None:
             return self.settings
         known = self.settings.to_json()
-        # A replay of the whole prompt would have seen the question before the cut.
-        replaying = {
-            name: {**known["parameters"].get(name, {}), "replay": "first-cut"}
-            for name, policy in policies.POLICIES.items()
-            if policy.needs_replay
+        variants = {
+            name: {**changes, "parameters": _blind(changes["parameters"])}
+            for name, changes in known["variants"].items()
+            if "parameters" in changes  # else it has the server's
         }
-        parameters = {**known["parameters"], **replaying}
-        return Settings.from_source(known, chunk=stage.chunk, parameters=parameters)
+        return Settings.from_source(
+            known,
+            chunk=stage.chunk,
+            parameters=_blind(known["parameters"]),
+            variants={**known["variants"], **variants},
+        )
+
+    def _replays(self) -> bool:
+        """Whether a policy or variant that is asked replays prompts."""
+        for name in self.args.policies or POLICIES:
+            policy = policies.POLICIES.get(self.settings.policy_of(name))
+            if policy is not None and policy.needs_replay:
+                return True
+        return False
 
     @contextmanager
     def serving(self, stage: Stage, made: Sequence[Sample]) -> Iterator[Server]:
         longest = max(map(_longest, made))
         pool = (self.args.concurrency + 3) * longest
-        asked = self.args.policies or usual_policies()
-        if any(policy.needs_replay for name, policy in policies.POLICIES.items() if name in asked):
-            longest = 2 * longest + ROOM
+        config = json.loads((self.folder / "config.json").read_text())
+        if self._replays():
+            twice = 2 * longest + ROOM
+            carried = config.get("max_position_embeddings", twice) // BLOCK * BLOCK
+            longest = max(longest, min(twice, carried))
         usual = Settings().to_json()
         wanted = self.settings_of(stage).to_json()
         knobs = {key: value for key, value in wanted.items() if value != usual[key]}
@@ -259,12 +264,22 @@ class Own:
             *(("--logits-processors", FORCING) if self.cpu else ()),
             *self.args.serve_args,
         ]
-        gib = kv_gib(json.loads((self.folder / "config.json").read_text()), pool)
+        gib = kv_gib(config, pool)
         say("starting a server" + (f" with chunk {stage.chunk}" if stage.chunk else ""))
         log = self.args.out / "server.log"
         with Server("server", self.folder, options, gib, log) as server:
             server.wait()
             yield server
+
+
+def _blind(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Policies' parameters with which a replay does not see the question before the cut."""
+    replaying = {
+        name: {**parameters.get(name, {}), "replay": "first-cut"}
+        for name, policy in policies.POLICIES.items()
+        if policy.needs_replay
+    }
+    return {**parameters, **replaying}
 
 
 def _longest(sample: Sample) -> int:

@@ -117,6 +117,7 @@ class Memory:
         self.history: dict[str, list[tuple[int, list[list[int]]]]] = {}
         self.first: dict[str, int] = {}
         self.texts: dict[str, tuple[int, torch.Tensor]] = {}
+        self.replayed: dict[tuple[int, ...], torch.Tensor] = {}
         self.seen: Counter[str] = Counter()
         self.hashed: Callable[[], set[int]] = set
 
@@ -128,6 +129,7 @@ class Memory:
             self.replays.stop(request_id)
             self.rows.pop(request_id, None)
         for eviction in plan.evictions:
+            self.check_replay(requests[eviction.request_id], eviction)
             self.evict(eviction)
         for request_id in plan.started:
             self.sequences.start(request_id)
@@ -152,6 +154,13 @@ class Memory:
             self.check_window(requests[request_id], starts[request_id])
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             self.forward(requests[request_id], starts[request_id], count, drafts)
+
+    def check_replay(self, request: Request, eviction: Eviction) -> None:
+        """Evicted by what a replay of this very prompt finds, whether or not it was kept: I8."""
+        if eviction.replay is not None:
+            scores = self.replays.scores[eviction.replay]
+            before = self.replayed.setdefault(tuple(request.prompt_token_ids or ()), scores.clone())
+            torch.testing.assert_close(scores, before, msg=f"scores of {request.request_id}")
 
     def evict(self, eviction: Eviction) -> None:
         row = self.rows[eviction.request_id]

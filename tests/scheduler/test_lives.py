@@ -5,14 +5,14 @@ they are and preempted; sessions take turns; the engine is paused and its prefix
 step checks what simulation.py can check: rows, references, contents, and that the KV events tell
 what is cached. No two worlds, of so many events each, are alike.
 
-NEXUS_EVENTS (default 1,500; fewer may not meet every case, which fails) and NEXUS_SEED (default 0)
+NEXUS_EVENTS (default 4,000; fewer may not meet every case, which fails) and NEXUS_SEED (default 0)
 choose the run. A failure names seed and event.
 """
 
 import itertools
 import os
 import random
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from nexus_vllm.engine import compat
 
 from .simulation import BLOCK, LONGEST, PIPELINES, Simulation, answer
 
-EVENTS = int(os.environ.get("NEXUS_EVENTS", "1500"))
+EVENTS = int(os.environ.get("NEXUS_EVENTS", "4000"))
 SEED = int(os.environ.get("NEXUS_SEED", "0"))
 EVENTS_PER_WORLD = max(150, EVENTS // 2500)  # a world's end costs a thousand steps
 MOST_REQUESTS = 8
 LONGEST_SESSION = 1500
+MOST_KEPT = 2
 
 EXPECTED = {
     *(f"pipeline {how}" for how in PIPELINES),
@@ -50,6 +51,10 @@ EXPECTED = {
     "ended by a stop token",
     "ended by its length",
     "prefix hit",
+    "replay cut short",
+    "replay found again",
+    "replay made room",
+    "kept replays reset",
     "draft accepted",
     "draft rejected",
     "copied out",
@@ -117,6 +122,9 @@ class World:
         )
         self.sim.memory.seen = seen
         self.scheduler = self.sim.scheduler
+        self.scheduler.replays.kept = draw.randint(0, MOST_KEPT)
+        self.kept: set[str] = set()
+        self.replayed: deque[list[int]] = deque(maxlen=MOST_KEPT)
         self.documents = [self.tokens(1900) for _ in range(2)]
         self.aborted: set[str] = set()
         self.sessions: set[str] = set()
@@ -139,7 +147,7 @@ class World:
         if clients and draw.random() < 0.04:
             self.abort(draw.choice(clients))
         waiting = [i for i in self.scheduler.requests if self.scheduler.replays.waits(i)]
-        if waiting and draw.random() < 0.08:
+        if waiting and draw.random() < 0.04:
             self.abort(draw.choice(waiting))
         if draw.random() < 0.02:
             self.preempt()
@@ -166,7 +174,7 @@ class World:
             "kv_prefill": draw.choice(["auto", "oneshot", "streaming"]),
             # Replays have more ways to go than other policies.
             "kv_policy": draw.choice(
-                ["random", "other", *policies.names(), *["kvzip"] * 2, "none"]
+                ["random", "other", *policies.names(), *["kvzip"] * 4, "none"]
             ),
             "kv_allocator": draw.choice(["uniform", *allocators.names()]),
         }
@@ -175,7 +183,14 @@ class World:
         if not self.drafts and draw.random() < 0.35:
             # Short turns, and below few early ones: else the next is there before one ends.
             wanted |= {"session": f"s{len(self.sim.requests)}", "max_tokens": draw.randint(1, 60)}
+        if wanted["kv_policy"] == "kvzip":
+            wanted.pop("session", None)
+            prompt = prompt[: self.pages * BLOCK // 2]  # a replay needs room
+            if self.replayed and draw.random() < 0.5:
+                prompt = draw.choice(self.replayed)
+            self.replayed.append(prompt)
         siblings = 1 if "session" in wanted or draw.random() < 0.8 else draw.randint(2, 4)
+        idle = len(self.scheduler.replays.idle())
         try:
             ids = [self.sim.add(prompt[:most], **wanted) for _ in range(siblings)]
         except VLLMValidationError:
@@ -184,6 +199,7 @@ class World:
         if "session" in wanted:
             self.sessions.update(ids)
         self.seen["siblings"] += siblings > 1
+        self.seen["replay found again"] += len(self.scheduler.replays.idle()) < idle
 
     def take_turn(self, session: str) -> None:
         """Its next input, perhaps while the last is being answered; or the word that it is over."""
@@ -235,14 +251,18 @@ class World:
         if any(map(self.scheduler._holds_kv_blocks, self.scheduler.kv_holding_waiting)):
             return
         self.seen["cache reset under running requests"] += bool(self.scheduler.running)
+        self.seen["kept replays reset"] += bool(self.scheduler.replays.idle())
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        assert not self.scheduler.replays.idle()
+        self.kept = set()
 
     def pause(self, state: PauseState) -> None:
         self.seen["paused"] += state != PauseState.UNPAUSED
         self.scheduler.set_pause_state(state)
 
     def check(self) -> None:
-        """Whoever has ended said just what it should, and is gone."""
+        """Whoever has ended said just what it should, and is gone, but for a few replays."""
+        self.check_replays()
         for request_id in self.sim.requests.keys() - self.scheduler.requests.keys() - self.ended:
             self.ended.add(request_id)
             request = self.sim.requests[request_id]
@@ -250,7 +270,9 @@ class World:
             assert request_id not in self.scheduler.ledgers
             assert request_id not in self.scheduler.pages.holds
             assert request_id not in self.scheduler.pages.published
-            if request.status == RequestStatus.FINISHED_ABORTED and "/replay/" in request_id:
+            if request.status == RequestStatus.FINISHED_ABORTED and request_id.startswith(
+                "replay-"
+            ):
                 self.seen["replay cut short"] += 1
                 continue
             start = request.num_prompt_tokens
@@ -266,6 +288,16 @@ class World:
                 assert len(said) == min(request.max_tokens, LONGEST - start)
                 self.seen["ended by its length"] += 1
 
+    def check_replays(self) -> None:
+        """No more are kept than may be, and the worker has the scores of those and no others."""
+        replays, scores = self.scheduler.replays, self.sim.memory.replays.scores
+        kept = {replay.name for replay in replays.idle()}
+        needed = {replay.name for replay in replays._by_member.values()}
+        assert len(kept) <= replays.kept
+        assert kept <= scores.keys() <= kept | needed | set(replays.forgotten)
+        self.seen["replay made room"] += bool(self.kept - kept - needed)
+        self.kept = kept
+
     def close(self) -> None:
         """Sessions end; all others get to their end, and every page comes back."""
         self.pause(PauseState.UNPAUSED)
@@ -280,10 +312,10 @@ class World:
         assert not self.sim.memory.rows
         assert not self.sim.memory.sequences.by_id
         assert not self.scheduler.replays.at_work()
-        assert not self.scheduler.replays._by_key
         assert not self.scheduler.replays._by_member
         assert not self.sim.memory.replays.pieces
         assert self.scheduler.reset_prefix_cache()
+        assert not self.scheduler.replays._by_key
         self.sim.step()  # the KV events tell that, too
 
 

@@ -76,6 +76,29 @@ def test_a_server_is_started_for_each_budget_and_cuts_at_the_haystacks_end() -> 
     assert len(keys) == len(set(keys))
 
 
+@pytest.mark.parametrize("settings", [("in-window",), ("later",), ("in-window", "later")])
+def test_what_is_cut_is_replayed_once_for_each_start(settings: tuple[str, ...]) -> None:
+    """By whoever keeps two replays: of the haystack, and of it with the question being asked."""
+    about = [
+        Sample(
+            "noise", (index,) * 2048, tuple(replace(question(), tokens=(q, 5)) for q in range(9))
+        )
+        for index in range(40)
+    ]
+    methods = [Method("kvzip", "uniform"), RANDOM, Method("kvzip", "global")]
+    for stage in stages(about, methods, BUDGETS, settings, (0, 1)):
+        kept: list[tuple[int, ...]] = []
+        replayed = []
+        for j in stage.jobs:
+            if j.method.policy == "kvzip":
+                cut = 2048 if j.setting == "later" else None
+                prompt = tuple(body(j, about, "m")["prompt"][:cut])
+                if prompt not in kept:
+                    replayed.append(prompt)
+                kept = [*(one for one in kept if one != prompt), prompt][-2:]
+        assert len(replayed) == len(set(replayed)) >= 40
+
+
 def test_all_about_a_haystack_comes_in_a_row_and_the_full_cache_first() -> None:
     (stage,) = stages([sample(), sample(2)], [NEXUS], BUDGETS, ("in-window",), (0,))
     assert stage.chunk is None

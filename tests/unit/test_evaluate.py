@@ -17,10 +17,14 @@ from typing import Any
 import pytest
 import yaml
 
+from nexus_vllm import policies
 from nexus_vllm.config import POLICIES, Settings
+from nexus_vllm.policies import ReplayPolicy
+from nexus_vllm.replay import ROOM
 from nexus_vllm.tools import cli, evaluate
 from nexus_vllm.tools.bench_servers import Server
-from nexus_vllm.tools.eval_plan import FORCED, Method
+from nexus_vllm.tools.eval_plan import FORCED, Method, Stage
+from nexus_vllm.tools.eval_samples import Question, Sample
 
 SUITE = {
     "name": "mine",
@@ -408,12 +412,86 @@ def test_streams_are_for_a_server_that_says_them(
 def test_by_default_every_policy_is_asked_on_equal_terms_and_nexus_as_it_is_served() -> None:
     found = evaluate._methods(None, None)
     asked = [m.policy for m in found if m.allocator == "uniform"]
-    assert asked == [name for name in POLICIES if name != "kvzip"]
+    assert asked == list(POLICIES)
     assert [m for m in found if m.allocator != "uniform"] == [Method("nexus", "auto")]
     assert evaluate._methods(["random"], ["lu", "ada"]) == [
         Method("random", "lu"),
         Method("random", "ada"),
     ]
+
+
+VARIANTS = {
+    "parameters": {"kvzip": {"piece": 512}, "snapkv": {"pool": 3}},
+    "variants": {
+        "coarse": {"policy": "kvzip", "parameters": {"kvzip": {"piece": 256}}},
+        "asking": {"policy": "kvzip", "parameters": {"kvzip": {"replay": "prompt"}}},
+        "plain": {"policy": "kvzip", "window": 32},
+        "other": {"policy": "snapkv", "parameters": {"snapkv": {"pool": 5}}},
+    },
+}
+
+
+def own(names: list[str] | None, settings: dict[str, Any], folder: Path) -> evaluate.Own:
+    """Without a model."""
+    made = evaluate.Own.__new__(evaluate.Own)
+    made.args = argparse.Namespace(policies=names, concurrency=1, serve_args=[], out=folder)
+    made.settings, made.folder, made.cpu = Settings.from_source(settings), folder, True
+    return made
+
+
+def test_no_replay_sees_a_question_that_comes_after_the_cut(tmp_path: Path) -> None:
+    """Neither a policy's nor a variant's, whatever it has of its own."""
+    host = own(None, VARIANTS, tmp_path)
+    later = host.settings_of(Stage(1024, []))
+    assert later.chunk == 1024
+    pieces = {"kvzip": 512, "coarse": 256, "asking": 2048, "plain": 512}
+    for name, piece in pieces.items():
+        policy = policies.served(name, later)
+        assert isinstance(policy, ReplayPolicy)
+        assert (policy.replay, policy.piece) == ("first-cut", piece)
+    assert later.of("plain").window == 32
+    for name, pool in (("snapkv", 3), ("other", 5)):
+        assert policies.served(name, later) == policies.make("snapkv", {"pool": pool})
+    assert host.settings_of(Stage(None, [])) == host.settings
+
+
+@pytest.mark.parametrize(
+    ("names", "carried", "length"),
+    [
+        (None, 8192, 2 * 2096 + ROOM),
+        (["none", "plain"], 8192, 2 * 2096 + ROOM),
+        (["kvzip"], None, 2 * 2096 + ROOM),
+        (["kvzip"], 4000, 4000),  # more than the model has no server takes
+        (["kvzip"], 2048, 2096),
+        (["nexus", "other", "none"], 8192, 2096),
+    ],
+)
+def test_a_server_has_room_for_the_replays_that_are_asked(
+    names: list[str] | None,
+    carried: int | None,
+    length: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sample's longest request: 2,048 tokens, a question of 10, answers twice 3, and a block."""
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    limit = {} if carried is None else {"max_position_embeddings": carried}
+    (tmp_path / "config.json").write_text(json.dumps({**heads, **limit}))
+    question = Question("fact", "Q", "A", (), 0.2, 0.3, (4,) * 10, (5,) * 3)
+    started: list[list[str]] = []
+
+    @contextmanager
+    def server(name: str, folder: Path, options: list[str], *rest: Any) -> Iterator[Any]:
+        started.append(options)
+        yield argparse.Namespace(wait=lambda: None)
+
+    monkeypatch.setattr(evaluate, "Server", server)
+    sample = Sample("noise", (1,) * 2048, (question,))
+    with own(names, VARIANTS, tmp_path).serving(Stage(1024, []), [sample]):
+        pass
+    (options,) = started
+    told = int(options[options.index("--max-model-len") + 1])
+    assert told == -(-length // 32) * 32
 
 
 def remote(monkeypatch: pytest.MonkeyPatch, server: Answering) -> Callable[[str], Any]:
