@@ -1,4 +1,4 @@
-"""Replays in real engines: what they find, what they cost, and that nothing of them stays."""
+"""Replays in real engines: what they find, what they cost, and that only scores of them stay."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ POLICY = KVzip(piece=PIECE)
 @pytest.fixture
 def engine(mode: Mode, engines: Engines) -> Engine:
     """Prompts are computed in chunks, which end in the midst of pieces."""
-    return engines(
+    found = engines(
         mode,
         nexus={**NEXUS, "selector": "topk", "parameters": {"kvzip": {"piece": PIECE}}},
         max_num_batched_tokens=96,
     )
+    found.do(reset)
+    found.generate([Request(prose(found, 8), {"max_tokens": 2})])  # the worker hears of it
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +63,22 @@ def _scores(worker: Any) -> dict[str, list[Any]]:
 
 
 def left(host: Host) -> list[Any]:
-    """Whatever of replays anybody still knows, after one more step."""
+    """Whatever of replays anybody still knows, after one more step, but for those that are kept."""
     replays = host.scheduler.replays
     (worker,) = host.rpc(_left, ())
-    known = [replays._by_key, replays._by_member, replays._by_piece, replays.forgotten]
-    return [one for one in (*known, host.scheduler.pages.published, *worker) if one]
+    known = [replays._by_member, replays._by_piece, replays.forgotten]
+    kept = {replay.name for replay in replays.idle()}
+    strays = set(worker[0]) ^ kept
+    return [one for one in (*known, host.scheduler.pages.published, strays, worker[1]) if one]
 
 
 def _left(worker: Any) -> list[Any]:
     return [list(worker.replays.scores), list(worker.replays.pieces)]
+
+
+def reset(host: Host) -> None:
+    """Keep nothing."""
+    assert host.scheduler.reset_prefix_cache()
 
 
 def nothing_is_left(engine: Engine) -> bool:
@@ -136,12 +146,27 @@ def test_the_cost_is_told(engine: Engine) -> None:
     assert record["replay_tokens"] == PROMPT + 2 * again + 3 * told + PROMPT + 2 * OVERLAP
     assert record["eviction_steps"] > 0
     assert result.cached_tokens == (PROMPT - 16) // BLOCK * BLOCK  # but for the window
-    (repeat,) = engine.generate([ask(prompt)])
-    assert repeat.kv_transfer_params is not None
-    cheaper = repeat.kv_transfer_params["kv_eviction"]["replay_tokens"]
-    assert record["replay_tokens"] - cheaper == PROMPT // BLOCK * BLOCK
-    assert repeat.tokens == result.tokens
     assert nothing_is_left(engine)
+
+
+def test_who_asks_again_is_evicted_by_the_replay_that_was_kept(engine: Engine) -> None:
+    """It pays nothing, and has the same text and blocks; after a reset it pays all again."""
+    prompt = prose(engine, PROMPT, start=900)
+    told = []
+    for again in range(3):
+        if again == 2:
+            engine.do(reset)
+        name = engine.add(ask(prompt))
+        engine.run()
+        (result,) = engine.results(name)
+        assert result.kv_transfer_params is not None
+        cost = result.kv_transfer_params["kv_eviction"]["replay_tokens"]
+        (event,) = engine.do(probes.trace, name)
+        told.append((cost, result.tokens, event.kept.tolist()))
+        assert nothing_is_left(engine)
+    assert [cost for cost, _, _ in told] == [told[0][0], 0, told[0][0]]
+    assert told[0][0] > PROMPT
+    assert told[0][1:] == told[1][1:] == told[2][1:]
 
 
 def test_who_is_not_evicted_or_did_not_ask_pays_nothing(engine: Engine) -> None:

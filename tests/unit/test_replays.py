@@ -12,16 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.v1.request import Request, RequestStatus
 
 from nexus_vllm.config import Settings
 from nexus_vllm.engine import requests
 from nexus_vllm.engine.evictor import Layer, replayed
 from nexus_vllm.engine.layout import UnitLayout
 from nexus_vllm.engine.replay_scores import Reading, ReplayScores
+from nexus_vllm.engine.replays import KEPT, Replays
 from nexus_vllm.engine.sequences import Sequence
 from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Piece
 from nexus_vllm.policies import base
+from nexus_vllm.policies.kvzip import KVzip
 from nexus_vllm.replay import INSTRUCTION, OVERLAP, ROOM, pieces
 
 BLOCK, HEADS, GROUP, DIM, LAYERS = 4, 2, 3, 8, 2
@@ -157,7 +161,7 @@ def config(**changes: Any) -> Any:
     )
 
 
-def ask(prompt: int, engine: Any, policy: str = "kvzip", **more: Any) -> None:
+def fit(prompt: int, engine: Any, policy: str = "kvzip", **more: Any) -> None:
     params = SamplingParams(
         max_tokens=more.pop("max_tokens", 40),
         extra_args={"kv_policy": policy, "kv_budget": more.pop("budget", "128")},
@@ -189,15 +193,15 @@ def test_what_cannot_be_replayed_is_refused(
     prompt: int, engine: dict[str, Any], more: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(VLLMValidationError, match="kv_policy='kvzip' is not allowed") as refused:
-        ask(prompt, config(**engine), **more)
+        fit(prompt, config(**engine), **more)
     assert why in str(refused.value)
-    ask(prompt, config(**engine), policy="knorm", **more)
+    fit(prompt, config(**engine), policy="knorm", **more)
 
 
 def test_what_is_never_evicted_needs_no_replay() -> None:
-    ask(287, config())
-    ask(100, config(caching=False), max_tokens=20)
-    ask(200, config(caching=False), budget="full")
+    fit(287, config())
+    fit(100, config(caching=False), max_tokens=20)
+    fit(200, config(caching=False), budget="full")
 
 
 def test_nobody_can_send_in_a_replay() -> None:
@@ -206,3 +210,211 @@ def test_nobody_can_send_in_a_replay() -> None:
         params = SamplingParams(extra_args={key: "r"})
         with pytest.raises(VLLMValidationError, match="no such directive"):
             requests.validate(params, Settings())
+
+
+class Tokenizer:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return list(text.encode())
+
+
+PROMPT = list(range(100))
+
+
+def replays(kept: int = KEPT) -> Replays:
+    return Replays(Tokenizer(), 4096, kept)  # type: ignore[arg-type]
+
+
+def request(prompt: list[int] | None = None, name: str = "r", **more: Any) -> Request:
+    return Request(name, prompt or PROMPT, SamplingParams(max_tokens=5), None, **more)
+
+
+def join(of: Replays, asking: Request, policy: KVzip | None = None, cut: int = 64) -> bool:
+    """Whether it has to wait."""
+    of.join(asking, policy or KVzip(), cut)
+    return of.waits(asking.request_id)
+
+
+def compute(of: Replays, status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED) -> None:
+    """All pieces that wait, each with 10 tokens, up to its end."""
+    while due := of.due():
+        for replay in due:
+            piece = of.begin(replay)
+            of.computed({piece.request_id: 10})
+            piece.status = status
+            of.end(piece)
+
+
+def ask(of: Replays, asking: Request, policy: KVzip | None = None, cut: int = 64) -> int:
+    """Ask alone, up to the end; returns the tokens that it tells."""
+    if join(of, asking, policy, cut):
+        assert of.scores(asking.request_id) is None
+        compute(of)
+    assert of.scores(asking.request_id)
+    return of.leave(asking.request_id)
+
+
+def adapter(name: str = "a", path: str = "p", number: int = 1, again: bool = False) -> LoRARequest:
+    return LoRARequest(name, number, path, load_inplace=again)
+
+
+def test_a_replay_is_kept_for_who_asks_the_same_later() -> None:
+    """By whatever id, also the same one again."""
+    of = replays()
+    assert ask(of, request()) == 10
+    for name in ("r", "s", "r"):
+        assert ask(of, request(name=name)) == 0
+    assert ask(of, request(cache_salt="s", lora_request=adapter())) == 10
+    assert ask(of, request(cache_salt="s", lora_request=adapter())) == 0
+    assert of.forgotten == []
+    assert len(of.idle()) == 2
+
+
+OTHERS: list[tuple[dict[str, Any], KVzip]] = [
+    ({"prompt": PROMPT[:-1]}, KVzip()),
+    ({"prompt": [*PROMPT, 1]}, KVzip()),
+    ({"prompt": [*PROMPT[:-1], 7]}, KVzip()),
+    ({"cache_salt": "other"}, KVzip()),
+    ({"cache_salt": None}, KVzip()),
+    ({"lora_request": None}, KVzip()),
+    ({"lora_request": adapter("b")}, KVzip()),
+    ({"lora_request": adapter(number=2)}, KVzip()),  # unloaded and loaded again
+    ({"lora_request": adapter(path="q")}, KVzip()),  # another one in its place
+    ({"lora_request": adapter(again=True)}, KVzip()),
+    ({}, KVzip(piece=64)),
+    ({}, KVzip(instruction="Again:")),
+    ({}, KVzip(replay="first-cut")),
+]
+
+
+@pytest.mark.parametrize(("changes", "policy"), OTHERS)
+def test_whatever_scores_depend_on_makes_another_replay(
+    changes: dict[str, Any], policy: KVzip
+) -> None:
+    of, usual = replays(), {"cache_salt": "s", "lora_request": adapter()}
+    ask(of, request(**usual))
+    first, other = request(name="first", **usual), request(name="other", **{**usual, **changes})
+    assert not join(of, first)
+    assert join(of, other, policy)
+    compute(of)
+    assert of.scores("first") != of.scores("other")
+
+
+def test_of_a_first_cut_only_what_comes_before_counts() -> None:
+    of, policy = replays(), KVzip(replay="first-cut")
+    assert ask(of, request(), policy, 64) == 10
+    assert ask(of, request([*PROMPT[:64], 5, 6]), policy, 64) == 0
+    assert ask(of, request(PROMPT[:64]), KVzip(), 64) == 10  # another policy
+    assert ask(of, request(), policy, 96) == 10
+
+
+def test_an_adapter_that_is_loaded_for_each_request_makes_each_replay_anew() -> None:
+    of = replays()
+    for told in range(2):
+        assert ask(of, request(lora_request=adapter(again=True))) == 10
+        assert len(of.forgotten) == told + 1
+    assert of.idle() == []
+
+
+def test_the_one_not_needed_for_longest_is_forgotten() -> None:
+    """Who is needed takes none of the room of those that are kept."""
+    of, prompts = replays(kept=2), [[i] * 50 for i in range(4)]
+    asked = [request(prompt, str(i)) for i, prompt in enumerate(prompts)]
+    for one in asked:
+        assert join(of, one)
+    compute(of)
+    names = [of.scores(one.request_id) for one in asked]
+    assert len(set(names)) == 4
+    for i in (2, 0, 1, 3):
+        assert of.leave(str(i)) == 10
+    assert of.forgotten == [names[2], names[0]]
+    assert ask(of, request(prompts[1])) == 0
+    assert ask(of, request(prompts[2])) == 10
+    assert of.forgotten == [names[2], names[0], names[3]]
+    assert next(replay.name for replay in of.idle()) == names[1]
+
+
+def test_what_is_kept_holds_no_prompt_and_no_request() -> None:
+    of = replays()
+    ask(of, request())
+    (replay,) = of.idle()
+    assert replay.first is None
+    assert replay.prompt == []
+
+
+def test_what_broke_off_is_not_kept_and_nobody_joins_it() -> None:
+    of = replays()
+    join(of, request(name="first"))
+    compute(of, RequestStatus.FINISHED_ABORTED)
+    assert of.scores("first") is None
+    assert ask(of, request(name="second")) == 10
+    of.leave("first")
+    assert len(of.forgotten) == 1
+    assert ask(of, request(name="third")) == 0
+
+
+def test_what_nobody_waits_for_is_not_kept() -> None:
+    """Neither before its first piece nor amid one."""
+    for begun in (False, True):
+        of = replays()
+        join(of, request())
+        if begun:
+            (replay,) = of.due()
+            piece = of.begin(replay)
+        of.leave("r")
+        assert of.idle() == []
+        assert of.due() == []
+        assert len(of.forgotten) == 1
+        if begun:
+            assert of.abandoned() == [piece.request_id]
+            piece.status = RequestStatus.FINISHED_ABORTED
+            of.end(piece)
+        assert ask(of, request()) == 10
+        assert len(of.forgotten) == 1
+
+
+def test_who_shares_it_while_it_runs_tells_its_cost() -> None:
+    of = replays()
+    for name in ("a", "b"):
+        assert join(of, request(name=name))
+    compute(of)
+    assert not join(of, request(name="late"))
+    assert [of.leave(name) for name in ("late", "a", "b", "b")] == [0, 10, 10, 0]
+
+
+def test_a_reset_forgets_what_is_kept_and_hides_what_is_needed() -> None:
+    of = replays()
+    ask(of, request([1, 2, 3]))
+    (kept,) = (replay.name for replay in of.idle())
+    join(of, request(name="done"))
+    compute(of)
+    join(of, request([5] * 40, name="waits"))
+    of.reset()
+    assert of.forgotten == [kept]
+    assert of.waits("waits")
+    assert join(of, request([1, 2, 3], name="again"))
+    assert join(of, request(name="later"))
+    compute(of)
+    assert of.scores("done")
+    assert of.scores("later") not in (None, of.scores("done"))
+    assert [of.leave(name) for name in ("done", "waits", "later", "again")] == [10] * 4
+    assert len(of.forgotten) == 3
+    assert len(of.idle()) == 2
+
+
+def test_names_never_come_again() -> None:
+    """Neither within an engine nor in another one, nor like a request's."""
+    names: list[str] = []
+    for of in (replays(), replays()):
+        for _ in range(3):
+            join(of, request())
+            (replay,) = of.due()
+            piece = of.begin(replay)
+            assert piece.request_id.startswith(replay.name)
+            names += [replay.name, piece.request_id]
+            piece.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            of.end(piece)
+            of.leave("r")
+            of.reset()
+    assert len(set(names)) == len(names)
+    assert "r" not in names
