@@ -6,10 +6,11 @@
     scripts/retention.py run STUDY ... --out DIR  # a study that was stopped goes on
     scripts/retention.py report --out DIR         # tables of the studies that are in DIR
 
-A study is one run of `nexus-vllm eval` (docs/evaluation.md), in DIR/STUDY. `report` writes its
-table between two marks in docs/retention.md, which hold nothing else, and what the run was
-(machine, versions, seeds, command) with every cell to docs/retention/STUDY.json. Results of another
-tool on the same questions (scripts/peers.py) are read from DIR/STUDY/peers.jsonl, if there are any.
+A study is one run of `nexus-vllm eval` (docs/evaluation.md), in DIR/STUDY, and where kvpress is
+asked the same questions one of scripts/peers.py, in DIR/STUDY/peers. `report` writes its table
+between two marks in docs/retention.md, which hold nothing else; a figure to
+docs/retention/STUDY.svg; and what the run was (machine, versions, seeds, command) with every cell
+to docs/retention/STUDY.json.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from prepare_model import default_cache_dir
 
 from nexus_vllm.config import Settings
+from nexus_vllm.tools import eval_plots, eval_streams
+from nexus_vllm.tools.bench_plots import COLOURS, GREY, STYLE
 from nexus_vllm.tools.bench_report import Table, render_table
 from nexus_vllm.tools.eval_plan import FULL, Method
-from nexus_vllm.tools.eval_report import Interval, Line, by_question, difference, mean
+from nexus_vllm.tools.eval_report import Interval, Line, Run, by_question, difference, mean
+from nexus_vllm.tools.eval_suite import load
 
 ROOT = Path(__file__).resolve().parent.parent
-SMOL = "smollm2-135m-instruct"
+SMOL, QWEN = "smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"
 STUDIES = ROOT / "configs" / "studies"
 DOCUMENT = ROOT / "docs" / "retention.md"
 SHORT = {"in-window": "inside", "later": "later"}
@@ -44,17 +48,25 @@ ASKED = ("setting", "policy", "allocator", "budget")
 
 @dataclass(frozen=True)
 class Study:
-    """One run of `nexus-vllm eval`. `config`: a file in configs/studies, whose variants are asked
-    for."""
+    """One run of `nexus-vllm eval`.
+
+    config: a file in configs/studies; with `variants`, all of its variants are asked for, too.
+    peers: options of scripts/peers.py, where kvpress is asked the same.
+    """
 
     model: str
     suite: str
     options: tuple[str, ...]
     config: str | None = None
+    peers: tuple[str, ...] | None = None
+
+    @property
+    def work(self) -> list[str]:
+        """Model and suite, as both tools take them."""
+        return [str(default_cache_dir() / self.model), "--suite", self.suite]
 
     def command(self, out: Path) -> list[str]:
-        told = ["nexus-vllm", "eval", str(default_cache_dir() / self.model)]
-        told += ["--suite", self.suite, "--out", str(out), *self.options]
+        told = ["nexus-vllm", "eval", *self.work, "--out", str(out), *self.options]
         if self.config:
             source = STUDIES / self.config
             names = ["nexus", *Settings.from_source(str(source)).variants]
@@ -62,25 +74,61 @@ class Study:
             told += ["--policies", ",".join(names)]
         return told
 
+    def commands(self, out: Path) -> list[list[str]]:
+        """All that a study is made of."""
+        made = [self.command(out)]
+        if self.peers is not None:
+            told = ["scripts/peers.py", *self.work, "--out", str(out / "peers"), *self.peers]
+            made.append([sys.executable, *told])
+        return made
 
+
+BOTH = ("--budgets", "20%,10%")
+FEW = ("--policies", "nexus,snapkv,cake,h2o,expected-attention,vase,knorm,keydiff,streaming-llm")
 OF = {
     "quick": Study(SMOL, "quick", ()),
-    "ablation": Study(
+    "policies": Study(
         SMOL,
         "retention",
-        ("--allocators", "uniform,lu", "--budgets", "20%,10%"),
-        config="ablation.yaml",
+        ("--allocators", "uniform,per-head,lu", *BOTH),
+        peers=BOTH,
     ),
-    "policies": Study(
-        SMOL, "retention", ("--allocators", "uniform,per-head,lu", "--budgets", "20%,10%")
+    "policies-large": Study(
+        QWEN,
+        "retention-large",
+        ("--allocators", "uniform,lu", *BOTH),
+        peers=BOTH,
+    ),
+    "policies-4k": Study(
+        SMOL,
+        "retention",
+        (*FEW, "--allocators", "uniform,lu", *BOTH, "--prompt-tokens", "4096"),
+    ),
+    "policies-7k": Study(
+        SMOL,
+        "retention",
+        (*FEW, "--allocators", "uniform,lu", *BOTH, "--prompt-tokens", "7168", "--limit", "20"),
     ),
     "allocators": Study(
         SMOL,
         "retention",
         (
-            *("--policies", "nexus,snapkv,expected-attention"),
+            *("--policies", "nexus,snapkv,knorm"),
             *("--allocators", "uniform,per-head,pyramid,ada,cake,global,lu"),
-            *("--budgets", "20%,10%"),
+            *BOTH,
+        ),
+    ),
+    "prior": Study(SMOL, "retention", ("--allocators", "uniform,lu", *BOTH), config="prior.yaml"),
+    "ablation": Study(
+        SMOL, "retention", ("--allocators", "uniform,lu", *BOTH), config="ablation.yaml"
+    ),
+    "events": Study(SMOL, "retention", ("--allocators", "uniform,lu", *BOTH), config="events.yaml"),
+    "long-decode": Study(
+        SMOL,
+        "long-decode",
+        (
+            *("--policies", "nexus,snapkv,h2o,knorm,streaming-llm,random"),
+            *("--allocators", "uniform,lu", "--budgets", "1024,512"),
         ),
     ),
 }
@@ -105,9 +153,10 @@ class Results:
             for line in lines
             if line["policy"] == FULL.policy or tuple(line[key] for key in ASKED) in told
         ]
-        peers = folder / "peers.jsonl"
+        peers = folder / "peers" / "results.jsonl"
         if peers.is_file():
-            lines += [json.loads(line) for line in peers.open()]
+            theirs = (json.loads(line) for line in peers.open())
+            lines += [line for line in theirs if line["policy"] != FULL.policy]
         asked = {(cell["setting"], cell["budget"]): None for cell in report["cells"]}
         cells = [cell for cell in asked if cell[1] != "full"]
         return cls(lines, cells, report["told"])
@@ -149,36 +198,122 @@ def whole_table(found: Results) -> Table:
     """A row for each method, the best first: score in each cell, then the mean of all cells."""
     names = [f"{SHORT[setting]} {budget}" for setting, budget in found.cells]
     made = Table(["policy, allocator", *names, "mean", "log-probability"])
-    full, *others = found.methods
-    others.sort(key=lambda method: -found.mean(method, "score", found.cells).mean)
-    for method in (full, *others):
-        cells = [f"{found.mean(method, 'score', [cell]).mean:.2f}" for cell in found.cells]
+    for method in ranked(found):
+        cells = [_short(found.mean(method, "score", [cell])) for cell in found.cells]
         score = found.mean(method, "score", found.cells)
         logprob = found.mean(method, "logprob", found.cells)
-        made.rows.append([method.label, *cells, str(score), f"{logprob.mean:.2f}"])
+        made.rows.append([method.label, *cells, str(score), _short(logprob)])
     return made
+
+
+def ranked(found: Results) -> list[Method]:
+    """The full cache, then the best first; last what was not asked everything."""
+    full, *others = found.methods
+    means = {method: found.mean(method, "score", found.cells) for method in others}
+    others.sort(key=lambda method: -means[method].mean if means[method].n else 1)
+    return [full, *others]
+
+
+def _short(interval: Interval) -> str:
+    return f"{interval.mean:.2f}" if interval.n else "-"
 
 
 def parts_table(found: Results) -> Table:
     """A row for each variant: what it changes against `nexus` with the same allocator."""
-    settings = list(dict.fromkeys(setting for setting, _ in found.cells))
-    heads = [f"log-probability {SHORT[setting]}, minus" for setting in settings]
-    made = Table(["variant", "allocator", "score", "score, minus", *heads])
+    told = changes(found)
+    made = Table(["variant", "allocator", "score", *(f"{title}, minus" for title, _, _ in told)])
     for method in found.methods[1:]:
         same = Method("nexus", method.allocator)
         row = [method.policy, method.allocator, str(found.mean(method, "score", found.cells))]
-        if method == same:
-            row += ["-"] * (1 + len(settings))
-        else:
-            row.append(found.minus(method, same, "score", found.cells).signed())
-            for setting in settings:
-                cells = [cell for cell in found.cells if cell[0] == setting]
-                row.append(found.minus(method, same, "logprob", cells).signed())
+        for _, measure, cells in told:
+            minus = found.minus(method, same, measure, cells)
+            row.append("-" if method == same else minus.signed())
         made.rows.append(row)
     return made
 
 
-TABLES: dict[str, Callable[[Results], Table]] = {"ablation": parts_table}
+def changes(found: Results) -> list[tuple[str, str, list[Cell]]]:
+    """What is told of a variant against `nexus`: title, measure and cells."""
+    made = [("score", "score", list(found.cells))]
+    for setting in dict.fromkeys(setting for setting, _ in found.cells):
+        cells = [cell for cell in found.cells if cell[0] == setting]
+        made.append((f"log-probability {SHORT[setting]}", "logprob", cells))
+    return made
+
+
+def draw_whole(found: Results, path: Path) -> None:
+    """A panel for each cell: a row for each policy, the best first, a dot for each allocator."""
+    methods = ranked(found)[1:]
+    rows = list(dict.fromkeys(method.policy for method in methods))
+    panels = [
+        (f"{SHORT[setting]}, {budget}", found.mean(FULL, "score", [(setting, budget)]).mean)
+        for setting, budget in found.cells
+    ]
+
+    def dot(column: int, method: Method) -> Interval:
+        return found.mean(method, "score", [found.cells[column]])
+
+    _draw(panels, rows, methods, dot, "score; grey: the full cache", path)
+
+
+def draw_parts(found: Results, path: Path) -> None:
+    """A panel for each column of `parts_table`: a row for each variant, a dot per allocator."""
+    told = changes(found)
+    methods = [method for method in found.methods[1:] if method.policy != "nexus"]
+    rows = list(dict.fromkeys(method.policy for method in methods))
+
+    def dot(column: int, method: Method) -> Interval:
+        _, measure, cells = told[column]
+        return found.minus(method, Method("nexus", method.allocator), measure, cells)
+
+    panels = [(title, 0.0) for title, _, _ in told]
+    _draw(panels, rows, methods, dot, "minus nexus with the same allocator", path)
+
+
+def _draw(
+    panels: Sequence[tuple[str, float]],
+    rows: Sequence[str],
+    methods: Sequence[Method],
+    dot: Callable[[int, Method], Interval],
+    x: str,
+    path: Path,
+) -> None:
+    """Dots with 95 % intervals. panels: title, and where a grey line stands."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    allocators = list(dict.fromkeys(method.allocator for method in methods))
+    with style.context(["default", STYLE]):
+        figure = Figure(figsize=(2 + 2 * len(panels), 1 + 0.24 * len(rows)), layout="constrained")
+        grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for column, (axes, (title, line)) in enumerate(zip(grid, panels, strict=True)):
+            axes.axvline(line, color=GREY, linewidth=0.8)
+            for index, allocator in enumerate(allocators):
+                shift = 0.5 * ((index + 0.5) / len(allocators) - 0.5)
+                own = [m for m in methods if m.allocator == allocator]
+                told = [(rows.index(m.policy) + shift, dot(column, m)) for m in own]
+                told = [(place, interval) for place, interval in told if interval.n]
+                mean_of = [interval.mean for _, interval in told]
+                ends = [
+                    [interval.mean - interval.low for _, interval in told],
+                    [interval.high - interval.mean for _, interval in told],
+                ]
+                look = {"color": COLOURS[index % len(COLOURS)], "elinewidth": 0.8}
+                axes.errorbar(
+                    mean_of, [p for p, _ in told], xerr=ends, fmt="o", label=allocator, **look
+                )
+            axes.set_title(title)
+        grid[0].set_yticks(range(len(rows)), rows)
+        grid[0].invert_yaxis()
+        figure.supxlabel(x, fontsize=9)
+        handles, labels = grid[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=8)
+        metadata = {"Title": path.stem, "Date": None, "Creator": None}
+        figure.savefig(path, format="svg", metadata=metadata)
+
+
+PARTS = ("prior", "ablation", "events")
+"""Studies of what single changes do."""
 
 
 def as_json(found: Results) -> str:
@@ -205,15 +340,47 @@ def written(document: str, name: str, text: str) -> str:
     return marks.sub(lambda m: f"{m[1]}{text}{m[2]}", document)
 
 
-def section(name: str, found: Results) -> str:
-    """What the report says of one study."""
+def section(name: str, found: Results, folder: Path) -> str:
+    """What the report says of one study, and its figure."""
+    parts = name in PARTS
+    (draw_parts if parts else draw_whole)(found, folder / f"{name}.svg")
     asked = {(line["sample"], line["question"]) for line in found.lines}
+    haystacks = len({sample for sample, _ in asked})
+    counted = f"{len(asked)} questions a cell about {haystacks} haystacks"
+    table = (parts_table if parts else whole_table)(found)
+    return _section(name, found.told, counted, render_table(table))
+
+
+def stream_section(name: str, study: Study, out: Path, folder: Path) -> str:
+    """The same of a study that decodes."""
+    report = json.loads((out / "eval.json").read_text())
+    lines = [json.loads(line) for line in (out / "results.jsonl").open()]
+    run = Run(
+        suite=load(study.suite),
+        lines=eval_streams.askings(lines),
+        texts=eval_streams.passages(lines),
+        budgets=list(dict.fromkeys(c["budget"] for c in report["cells"] if c["budget"] != "full")),
+        baseline=Method("nexus", "uniform"),
+        told=report["told"],
+    )
+    (plot,) = eval_plots.draw_streams(run, folder)
+    (folder / plot.file).rename(folder / f"{name}.svg")
+    shown = []
+    for kind in eval_streams.kinds(run):
+        shown += [f"**{kind.title.capitalize()}**: {kind.measures[kind.shown]}.", ""]
+        shown += [*render_table(eval_streams.step_table(run, kind, kind.shown)), ""]
+    counted = f"{len({line['sample'] for line in lines})} streams"
+    return _section(name, report["told"], counted, shown[:-1])
+
+
+def _section(name: str, told: dict[str, str], counted: str, table: Sequence[str]) -> str:
     lines = [
-        f"{len(asked)} questions a cell about {len({sample for sample, _ in asked})} haystacks; "
-        f"{found.told['machine']}; {found.told['versions']}; seeds {found.told['seeds']}. "
+        f"{counted}; {told['machine']}; {told['versions']}; seeds {told['seeds']}. "
         f"Every cell: [{name}.json](retention/{name}.json).",
         "",
-        *render_table(TABLES.get(name, whole_table)(found)),
+        f"![{name}](retention/{name}.svg)",
+        "",
+        *table,
     ]
     return "\n" + "\n".join(lines) + "\n\n"
 
@@ -221,13 +388,18 @@ def section(name: str, found: Results) -> str:
 def report(out: Path) -> None:
     document, folder = DOCUMENT.read_text(), DOCUMENT.parent / "retention"
     folder.mkdir(exist_ok=True)
-    for name in OF:
+    for name, study in OF.items():
         if not (out / name / "eval.json").is_file():
             print(f"{name}: no report in {out / name}, left as it is", file=sys.stderr)
             continue
-        found = Results.read(out / name)
-        document = written(document, name, section(name, found))
-        (folder / f"{name}.json").write_text(as_json(found))
+        if load(study.suite).decode:
+            text = stream_section(name, study, out / name, folder)
+            cells = (out / name / "eval.json").read_text()
+        else:
+            found = Results.read(out / name)
+            text, cells = section(name, found, folder), as_json(found)
+        document = written(document, name, text)
+        (folder / f"{name}.json").write_text(cells)
     DOCUMENT.write_text(document)
 
 
@@ -241,10 +413,12 @@ def main() -> int:
     args = parser.parse_args()
     if args.what == "list":
         for name, study in OF.items():
-            print(f"{name}: {' '.join(study.command(args.out / name))}")
+            for command in study.commands(args.out / name):
+                print(f"{name}: {' '.join(command)}")
     elif args.what == "run":
         for name in args.study or OF:
-            subprocess.run(OF[name].command(args.out.resolve() / name), check=True, cwd=ROOT)
+            for command in OF[name].commands(args.out.resolve() / name):
+                subprocess.run(command, check=True, cwd=ROOT)
     else:
         report(args.out)
     return 0

@@ -111,19 +111,23 @@ def stages(
 ) -> list[Stage]:
     """All jobs: for each start of a server sample after sample, the full cache first.
 
-    So a haystack is computed once per start and found in the prefix cache by all others, and for a
-    policy that replays there is one replay of what is cut (the haystack, or with the question) for
-    all methods, budgets and seeds of a start.
+    So a haystack is computed once per start and found in the prefix cache by all others. A cut
+    before the question takes a chunk, and with it a start, for each budget; all else is asked in
+    the first one. So a policy that replays does so once for each prompt in the window, and later
+    once for each haystack and start.
     budgets: as asked -> blocks. limit: questions (or streams), of the first samples. own: the
     server is ours to start with another chunk.
     """
     asked = [(s, q) for s, sample in enumerate(samples) for q in range(sample.requests)]
     asked = asked[:limit]
-    starts: list[list[str]] = [list(budgets)]
-    if own and "later" in settings:
-        starts = [[budget] for budget in budgets]
+    chunks = own and "later" in settings
+    every = [(budget, setting) for budget in budgets for setting in settings]
+    starts = [every]
+    if chunks:
+        starts = [[(budget, "later")] for budget in budgets]
+        starts[0] = [*(pair for pair in every if pair[1] != "later"), *starts[0]]
     made = []
-    for index, chosen in enumerate(starts):
+    for index, (chosen, budget_of_chunk) in enumerate(zip(starts, budgets, strict=False)):
         jobs: list[Job] = []
         for sample in dict.fromkeys(s for s, _ in asked):
             own_questions = [q for s, q in asked if s == sample]
@@ -132,14 +136,11 @@ def stages(
             jobs += [
                 Job(sample, q, setting, method, budget, budgets[budget], seed)
                 for q in own_questions
-                for budget in chosen
-                for setting in settings
+                for budget, setting in chosen
                 for method in methods
                 for seed in seeds
             ]
-        chunk = None
-        if own and "later" in settings:
-            chunk = len(samples[0].tokens) - budgets[chosen[0]] * BLOCK
+        chunk = len(samples[0].tokens) - budgets[budget_of_chunk] * BLOCK if chunks else None
         made.append(Stage(chunk, jobs))
     return made
 

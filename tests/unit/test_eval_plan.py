@@ -65,9 +65,11 @@ BUDGETS = {"50%": 32, "10%": 6}
 def test_a_server_is_started_for_each_budget_and_cuts_at_the_haystacks_end() -> None:
     plan = stages([sample(), sample(2)], [NEXUS, RANDOM], BUDGETS, ("in-window", "later"), (0, 1))
     assert [stage.chunk for stage in plan] == [1024, 1856]
-    per_question = 2 * 2 * 2  # settings, methods, seeds
-    assert [len(stage.jobs) for stage in plan] == [3 + 3 * per_question, 3 * per_question]
-    assert [{j.budget for j in stage.jobs} for stage in plan] == [{"full", "50%"}, {"10%"}]
+    once = 3 * 2 * 2  # questions, methods, seeds
+    assert [len(stage.jobs) for stage in plan] == [3 + 2 * once + once, once]
+    asked = [{(j.setting, j.budget) for j in stage.jobs} for stage in plan]
+    window = {("in-window", "50%"), ("in-window", "10%")}
+    assert asked == [{("-", "full"), ("later", "50%")} | window, {("later", "10%")}]
     for stage in plan:
         settings = Settings(chunk=stage.chunk)
         for j in stage.jobs:
@@ -86,6 +88,7 @@ def test_what_is_cut_is_replayed_once_for_each_start(settings: tuple[str, ...]) 
         for index in range(40)
     ]
     methods = [Method("kvzip", "uniform"), RANDOM, Method("kvzip", "global")]
+    replays = []
     for stage in stages(about, methods, BUDGETS, settings, (0, 1)):
         kept: list[tuple[int, ...]] = []
         replayed = []
@@ -97,6 +100,9 @@ def test_what_is_cut_is_replayed_once_for_each_start(settings: tuple[str, ...]) 
                     replayed.append(prompt)
                 kept = [*(one for one in kept if one != prompt), prompt][-2:]
         assert len(replayed) == len(set(replayed)) >= 40
+        replays += replayed
+    starts = len(BUDGETS) if "later" in settings else 0
+    assert len(replays) == 40 * starts + (360 if "in-window" in settings else 0)
 
 
 def test_all_about_a_haystack_comes_in_a_row_and_the_full_cache_first() -> None:

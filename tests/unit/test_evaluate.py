@@ -177,7 +177,7 @@ def test_a_run_asks_everything_once_and_writes_a_report(
     assert "computed more than once" not in report
     assert "- server: vllm serve MODEL" in report
     told = json.loads((tmp_path / "out" / "eval.json").read_text())
-    assert [p["due"] for p in told["passes"]] == [480 * 9] * 2 + [480 * 7] * 2
+    assert [p["due"] for p in told["passes"]] == [480 * 13] * 2 + [480 * 3] * 2
     assert "| nexus, uniform |" in capsys.readouterr().out
 
 

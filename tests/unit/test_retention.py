@@ -55,6 +55,25 @@ def test_methods_are_ranked_by_the_mean_of_all_cells(retention: Any) -> None:
     assert table.rows[2][4] == "-1.83"
 
 
+def test_what_was_not_asked_everything_comes_last(retention: Any) -> None:
+    found = results(retention)
+    lines = [*found.lines, line("inside", "uniform", CELLS[0], 0, 1)]
+    rows = retention.whole_table(retention.Results(lines, CELLS, found.told)).rows
+    assert rows[-1] == ["inside, uniform", "1.00", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("name", ["quick", "ablation"])
+def test_a_study_has_a_figure(retention: Any, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    text = retention.section(name, results(retention), tmp_path)
+    assert f"![{name}](retention/{name}.svg)" in text
+    drawn = (tmp_path / f"{name}.svg").read_text()
+    assert "other" in drawn
+    assert "uniform" in drawn
+    retention.section(name, results(retention), tmp_path)
+    assert (tmp_path / f"{name}.svg").read_text() == drawn
+
+
 def test_a_variant_is_told_by_what_it_changes(retention: Any) -> None:
     rows = retention.parts_table(results(retention)).rows
     assert rows[0][:2] == ["nexus", "uniform"]
@@ -88,8 +107,13 @@ def test_only_what_the_last_report_is_of_is_read(retention: Any, tmp_path: Path)
     assert read.methods == [FULL, Method("nexus", "uniform")]
     assert read.cells == [("later", "20%")]
     assert {x["setting"] for x in read.lines} == {"-", "later"}
-    (tmp_path / "peers.jsonl").write_text(json.dumps(found.lines[-1] | {"policy": "kvpress:x"}))
-    assert Method("kvpress:x", "uniform") in retention.Results.read(tmp_path).methods
+    (tmp_path / "peers").mkdir()
+    theirs = [found.lines[0] | {"score": 0}, found.lines[-1] | {"policy": "kvpress:x"}]
+    told = "".join(f"{json.dumps(x)}\n" for x in theirs)
+    (tmp_path / "peers" / "results.jsonl").write_text(told)
+    both = retention.Results.read(tmp_path)
+    assert Method("kvpress:x", "uniform") in both.methods
+    assert both.mean(FULL, "score", CELLS).mean == 1.0  # ours
 
 
 def test_every_cell_is_in_the_json(retention: Any) -> None:
@@ -112,6 +136,7 @@ def test_every_study_has_its_place_and_a_command(retention: Any, tmp_path: Path)
     document = retention.DOCUMENT.read_text()
     for name, study in retention.OF.items():
         assert retention.written(document, name, "")
-        command = study.command(tmp_path)
+        command, *peers = study.commands(tmp_path)
         assert command[:2] == ["nexus-vllm", "eval"]
+        assert len(peers) == (study.peers is not None)
         assert (study.config is None) == ("--kv-eviction-config" not in command)
