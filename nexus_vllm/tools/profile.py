@@ -51,9 +51,15 @@ def add_to(commands: Any) -> None:
         ("block-size", "tokens per block"),
         ("window", "last queries that the policy sees"),
         ("sink-blocks", "first blocks that stay anyway"),
-        ("recency-blocks", "last blocks that stay anyway"),
     ):
         option(f"--{name}", type=int, metavar="N", help=f"{what}; default: as when serving")
+    option(
+        "--recency-blocks",
+        type=int,
+        metavar="N",
+        help="last blocks that stay anyway; default: one more than when serving, which leaves even "
+        "the least head a block to choose",
+    )
     option("--plot", type=Path, metavar="FILE", help="heat maps as PNG (needs matplotlib)")
     parser.set_defaults(run=run)
 
@@ -97,7 +103,7 @@ def _run(args: argparse.Namespace) -> None:
         block_size=serving("block_size"),
         window=serving("window"),
         sink=serving("sink_blocks"),
-        recency=serving("recency_blocks"),
+        recency=_recency(args.recency_blocks),
     )
     if args.plot:
         profile_job.require_matplotlib()
@@ -143,6 +149,17 @@ def _parameters(given: list[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             parameters[key] = value
     return parameters
+
+
+def _recency(given: int | None) -> int:
+    """Blocks that count as newest: with one more than stays by force, each head has one to choose.
+
+    Without it small budgets went to few heads, and questions that the window had seen were lost.
+    """
+    from nexus_vllm.config import Settings
+
+    default: int = Settings.model_fields["recency_blocks"].default
+    return default + 1 if given is None else given
 
 
 def _default_out(args: argparse.Namespace) -> Path:

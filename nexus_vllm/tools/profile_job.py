@@ -16,6 +16,7 @@ from torch import Tensor
 
 import nexus_vllm
 from nexus_vllm import lukv, policies
+from nexus_vllm.config import POLICIES, Settings
 from nexus_vllm.profile import Origin, Profile, average, rank_correlation
 from nexus_vllm.tools import profile_prompts
 from nexus_vllm.tools.profile_measure import Watched, block_weights
@@ -53,7 +54,8 @@ class Job:
     recency: int = 2
 
     def __post_init__(self) -> None:
-        policy = policies.make(self.score, self.parameters or {})
+        own = {self.score: dict(self.parameters or {})} if self.score in POLICIES else {}
+        policy = policies.make(self.score, Settings(parameters=own))  # as when serving
         if policy.needs_values or policy.needs_rope or policy.needs_replay:
             reads = "the prompt's replay" if policy.needs_replay else "values"
             raise ValueError(
