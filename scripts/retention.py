@@ -118,7 +118,7 @@ OF = {
             *BOTH,
         ),
     ),
-    "prior": Study(SMOL, "retention", ("--allocators", "uniform,lu", *BOTH), config="prior.yaml"),
+    "prior": Study(SMOL, "retention", ("--allocators", "lu", *BOTH), config="prior.yaml"),
     "ablation": Study(
         SMOL, "retention", ("--allocators", "uniform,lu", *BOTH), config="ablation.yaml"
     ),
