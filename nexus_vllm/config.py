@@ -214,7 +214,7 @@ class Settings(BaseModel):
     budget: Budget = Budget(percent=Decimal(20))
     budget_floor: int = Field(default=1024, ge=1, le=MAX_BUDGET, strict=True)
     sink_blocks: int = Field(default=1, ge=0, le=1024, strict=True)
-    recency_blocks: int = Field(default=2, ge=1, le=1024, strict=True)
+    recency_blocks: int = Field(default=1, ge=1, le=1024, strict=True)
     # Where it is kept: how a sequence's budget is dealt out over layers and KV heads
     allocator: Literal["auto", "uniform", "per-head", "pyramid", "ada", "cake", "lu", "global"] = (
         "auto"

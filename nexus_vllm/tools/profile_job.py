@@ -51,7 +51,7 @@ class Job:
     block_size: int = 32
     window: int = 16
     sink: int = 1
-    recency: int = 2
+    recency: int = 1
 
     def __post_init__(self) -> None:
         own = {self.score: dict(self.parameters or {})} if self.score in POLICIES else {}

@@ -125,7 +125,7 @@ class Ask:
 MALFORMED: tuple[tuple[Mapping[str, str], Body, str, str], ...] = (
     *(
         ({"X-KV-Budget": value}, {}, "X-KV-Budget", "budget")
-        for value in ("", "0", "127", "12 tokens", "101%", "1e3")
+        for value in ("", "0", "95", "12 tokens", "101%", "1e3")
     ),
     ({"X-KV-Policy": "nexsus"}, {}, "X-KV-Policy", "policy"),
     ({"X-KV-Seed": "-1"}, {}, "X-KV-Seed", "seed"),

@@ -44,10 +44,10 @@ def test_i1_a_sufficient_budget_changes_no_bit(nexus: Engine, stock: Engine) -> 
 def test_i1_a_prompt_shorter_than_sink_and_recency_is_left_alone(
     nexus: Engine, stock: Engine
 ) -> None:
-    """Three blocks are always kept, and the smallest budget is four."""
+    """Two blocks are always kept, and the smallest budget is three."""
     plain = Request(prose(stock, 20), {"max_tokens": 16}, logits=True)
     (expected,) = stock.generate([plain])
-    params = {**plain.params, "extra_args": {"kv_budget": 128}}
+    params = {**plain.params, "extra_args": {"kv_budget": 96}}
     (result,) = nexus.generate([Request(plain.prompt, params, logits=True)])
     assert result.tokens == expected.tokens
     assert result.logits is not None
@@ -55,7 +55,7 @@ def test_i1_a_prompt_shorter_than_sink_and_recency_is_left_alone(
     assert torch.equal(result.logits, expected.logits)
     assert result.held_blocks == expected.held_blocks
     assert nexus.do(probes.trace, result.id) == []
-    assert statistics(result)["budget_tokens"] == 128
+    assert statistics(result)["budget_tokens"] == 96
     assert statistics(result)["evicted_blocks"] == 0
 
 

@@ -51,8 +51,8 @@ def check_against_reference(engine: Engine, llama: Llama, request: Request, resu
     budget = request.params["extra_args"]["kv_budget"] // BLOCK
     for event in trace:
         assert event.kept.shape == (llama.num_layers, budget)  # I2, and I5 with visibility()
-        for forced in (0, event.full_blocks - 2, event.full_blocks - 1):
-            assert (event.kept == forced).any(1).all()  # I5: the sink and the recency blocks
+        for forced in (0, event.full_blocks - 1):
+            assert (event.kept == forced).any(1).all()  # I5: the sink and the newest block
 
 
 def test_logits_equal_masked_full_attention(nexus: Engine, llama: Llama) -> None:

@@ -158,8 +158,8 @@ def test_overrides_win_and_none_means_not_given() -> None:
         ({"interval": "often"}, ["interval='often'", "auto"]),
         ({"block_size": 16}, ["block_size=16", "force_block_size"]),
         ({"budget": "9x"}, ["9x", "20%"]),
-        ({"budget": "96"}, ["budget=96", "128"]),
-        ({"budget_floor": 64}, ["budget_floor=64", "128"]),
+        ({"budget": "95"}, ["budget=95", "96"]),
+        ({"budget_floor": 64}, ["budget_floor=64", "96"]),
         ({"recency_blocks": 0}, ["recency_blocks=0"]),
         ({"seed": -1}, ["seed=-1"]),
         ({"variants": {"snapkv": {}}}, ["variants", "'snapkv'", "a policy"]),
@@ -169,7 +169,7 @@ def test_overrides_win_and_none_means_not_given() -> None:
         ({"variants": {"a": {"variants": {}}}}, ["a cannot set variants"]),
         ({"variants": {"a": {"widnow": 8}}}, ["variant a", "widnow", "window"]),
         ({"variants": {"a": {"window": 0}}}, ["variant a", "window=0", "1"]),
-        ({"variants": {"a": {"sink_blocks": 40}}}, ["variant a", "budget_floor=1024", "1376"]),
+        ({"variants": {"a": {"sink_blocks": 40}}}, ["variant a", "budget_floor=1024", "1344"]),
         ({"variants": {"a": 3}}, ["variants.a=3"]),
         ("{broken", ["inline JSON"]),
         ("[1]", ["[1]", "nexus-paper"]),
@@ -185,7 +185,7 @@ def test_a_bad_setting_is_named_with_its_limit(source: Any, told: list[str]) -> 
 
 def test_another_block_size_must_be_forced() -> None:
     settings = Settings(block_size=16, force_block_size=True)
-    assert settings.min_budget_tokens == 64
+    assert settings.min_budget_tokens == 48
 
 
 # Directives
@@ -213,7 +213,7 @@ def test_a_directive_reads_all_four_keys_as_strings_or_numbers() -> None:
         ({}, 3000, 32),  # 20% is 600 tokens: the floor of 1024 holds
         ({}, 10_000, 62),  # 2000 tokens
         ({"kv_budget": "512"}, 10, 16),
-        ({"kv_budget": "128"}, 10, 4),
+        ({"kv_budget": "96"}, 10, 3),
         ({"kv_budget": "full"}, 10_000, None),
         ({"kv_policy": "none", "kv_budget": "512"}, 10_000, None),
     ],
@@ -225,7 +225,7 @@ def test_budget_blocks(xargs: dict[str, Any], prompt: int, blocks: int | None) -
 
 MALFORMED: list[tuple[str, Any, str, str]] = [
     # key, value, what must be told, reason
-    *(("kv_budget", value, "128", "budget") for value in ("127", "1", "0", "-3", 64, "banana", "")),
+    *(("kv_budget", value, "96", "budget") for value in ("95", "1", "0", "-3", 64, "banana", "")),
     *(
         ("kv_budget", value, "full", "budget")
         for value in ("0%", "101%", "1.5k", True, None, [512])
@@ -321,11 +321,11 @@ def test_a_variant_is_a_policy_with_settings_of_its_own() -> None:
     assert Settings.from_source(settings.to_json()).of("wide") == wide
     cut = Settings(decode_selector="topk", variants={"as-prefill": {"decode_selector": None}})
     assert cut.of("as-prefill").decode_selector is None
-    directive = settings.directive({"kv_policy": "WIDE", "kv_budget": "96"})
-    assert directive.header() == "policy=wide; budget=96; prefill=auto"
+    directive = settings.directive({"kv_policy": "WIDE", "kv_budget": "64"})
+    assert directive.header() == "policy=wide; budget=64; prefill=auto"
     for policy in ("nexus", "flat"):
-        with pytest.raises(DirectiveError, match="the least is 128"):
-            settings.directive({"kv_policy": policy, "kv_budget": "96"})
+        with pytest.raises(DirectiveError, match="the least is 96"):
+            settings.directive({"kv_policy": policy, "kv_budget": "64"})
     with pytest.raises(DirectiveError, match="wide"):
         settings.directive({"kv_policy": "wdie"})
     (plan, _) = plans(directive, 5000, 10, settings, 1000)

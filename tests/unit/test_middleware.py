@@ -105,7 +105,7 @@ async def test_a_variant_is_asked_for_like_a_policy() -> None:
         response = await client.post(PATHS[0], json={}, headers={"X-KV-Budget": "64"})
         assert response.status_code == 400
         assert "X-KV-Budget='64'" in response.text
-        assert "the least is 128" in response.text
+        assert "the least is 96" in response.text
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -231,7 +231,7 @@ async def test_a_root_path_is_allowed_for(root: str, prefix: str) -> None:
         path = prefix + PATHS[0]
         response = await client.post(path, json={}, headers={"X-KV-Budget": "1"})
         assert response.status_code == 400
-        assert "the least is 128 tokens" in response.text
+        assert "the least is 96 tokens" in response.text
         response = await client.post(path, json={}, headers={"X-KV-Budget": "512"})
         assert response.status_code == 200
         assert "budget=512" in response.headers["X-KV-Eviction"]
@@ -257,8 +257,8 @@ X = "X-KV-"
 MALFORMED: list[tuple[dict[str, str] | list[tuple[str, str]], Any, str, str, str]] = [
     # headers, body, the value told, the remedy or limit told, reason
     *(
-        ({X + "Budget": value}, {}, value, "Use 128 tokens or more, a percentage, or", "budget")
-        for value in ("", "0", "127", "-512", "512 tokens", "1.5k", "0%", "100.01%", "20%%", "1e3")
+        ({X + "Budget": value}, {}, value, "Use 96 tokens or more, a percentage, or", "budget")
+        for value in ("", "0", "95", "-512", "512 tokens", "1.5k", "0%", "100.01%", "20%%", "1e3")
     ),
     *(({X + "Budget": value}, {}, value[:9], "full", "budget") for value in ("9" * 40, "512, 512")),
     *(({X + "Policy": value}, {}, value, "nexus", "policy") for value in ("nexsu", "full", "")),
@@ -273,7 +273,7 @@ MALFORMED: list[tuple[dict[str, str] | list[tuple[str, str]], Any, str, str, str
     ([(X + "Budget", "512"), (X + "Budget", "512")], {}, "512", "once", "repeated"),
     ([(X + "Policy", "none"), (X + "Policy", "nexus")], {}, "nexus", "once", "repeated"),
     *(
-        ({}, {"vllm_xargs": {"kv_budget": value}}, repr(value)[:20], "128", "budget")
+        ({}, {"vllm_xargs": {"kv_budget": value}}, repr(value)[:20], "96", "budget")
         for value in (64, 0, -1, 1.5, True, None, [512], {"n": 1}, "", "full!", 2**70)
     ),
     *(
@@ -301,7 +301,7 @@ MALFORMED: list[tuple[dict[str, str] | list[tuple[str, str]], Any, str, str, str
     ({X + "Seed": "1"}, {"vllm_xargs": {"kv_seed": 2}}, "1", "kv_seed=2", "conflict"),
     ({X + "Prefill": "auto"}, {"vllm_xargs": {"kv_prefill": "oneshot"}}, "auto", "one", "conflict"),
     ({X + "Allocator": "even"}, {}, "even", "uniform", "allocator"),
-    ({X + "Budget": "512"}, {"vllm_xargs": {"kv_budget": "5x"}}, "5x", "128", "budget"),
+    ({X + "Budget": "512"}, {"vllm_xargs": {"kv_budget": "5x"}}, "5x", "96", "budget"),
 ]  # fmt: skip
 
 

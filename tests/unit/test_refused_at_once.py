@@ -63,7 +63,7 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     (TOKENS, KEPT, {"max_tokens": None}, "a prompt of 352 tokens needs all of its KV"),
     (TOKENS, {"kv_budget": "128", "kv_prefill": "oneshot"}, {}, "352 tokens at once"),
     (TOKENS, {"kv_budget": "128"}, {"prompt_logprobs": 1}, "prompt_logprobs must see the whole"),
-    (TOKENS, {"kv_budget": "1"}, {}, "the least is 128 tokens"),
+    (TOKENS, {"kv_budget": "1"}, {}, "the least is 96 tokens"),
 ]
 
 
