@@ -192,7 +192,8 @@ def test_every_route_takes_headers_and_reports(server: Server, route: str, strea
     headers = {"X-KV-Budget": "128", "X-KV-Policy": "streaming-llm", "X-KV-Prefill": "oneshot"}
     reply = server.post(route, {**body, "stream": stream}, headers)
     assert reply.status_code == 200, reply.text
-    assert reply.headers["x-kv-eviction"] == "policy=streaming-llm; budget=128; prefill=oneshot"
+    expected = "policy=streaming-llm; budget=128; prefill=oneshot; allocator=lu"
+    assert reply.headers["x-kv-eviction"] == expected
     if not stream:
         told = eviction(reply.json())
         assert told["policy"] == "streaming-llm"
