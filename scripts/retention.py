@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from prepare_model import default_cache_dir
 
 from nexus_vllm.config import Settings
+from nexus_vllm.policies import POLICIES
 from nexus_vllm.tools import eval_plots, eval_streams
 from nexus_vllm.tools.bench_plots import COLOURS, GREY, STYLE
 from nexus_vllm.tools.bench_report import Table, render_table
@@ -83,6 +84,8 @@ class Study:
         return made
 
 
+ONCE = [name for name, policy in POLICIES.items() if not policy.needs_replay]
+"""Policies that compute each prompt once."""
 BOTH = ("--budgets", "20%,10%")
 FEW = ("--policies", "nexus,snapkv,cake,h2o,expected-attention,vase,knorm,keydiff,streaming-llm")
 OF = {
@@ -96,7 +99,7 @@ OF = {
     "policies-large": Study(
         QWEN,
         "retention-large",
-        ("--allocators", "uniform,lu", *BOTH),
+        ("--policies", ",".join(ONCE), "--allocators", "uniform,lu", *BOTH),
         peers=BOTH,
     ),
     "policies-4k": Study(
