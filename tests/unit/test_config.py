@@ -105,6 +105,7 @@ def test_the_paper_preset_is_the_papers_setting() -> None:
         "all",
     )
     assert (paper.interval, paper.block_size, str(paper.budget)) == (32, 32, "20%")
+    assert (paper.prior, paper.allocator) == ("none", "uniform")
 
 
 def test_large_budgets_are_shrunk_less_often() -> None:
