@@ -198,7 +198,7 @@ def test_a_stopped_run_goes_on_where_it_stopped(command: Any, tmp_path: Path) ->
             return super().reply(body, xargs)
 
     assert command(Stopping())[0] == 130
-    assert 9 <= len(lines(tmp_path)) <= 10
+    assert 9 <= len(lines(tmp_path)) < 4 + 2 * PER_STAGE  # what was under way may still end
     assert "results: " in (tmp_path / "out" / "eval.md").read_text()
     # The last line may have been cut off.
     path = tmp_path / "out" / "results.jsonl"
