@@ -473,6 +473,7 @@ def save_profile(path: str, **changes: Any) -> str:
     import torch
 
     from nexus_vllm import policies
+    from nexus_vllm.config import Settings
     from nexus_vllm.profile import ModelFacts, Profile
 
     score = changes.pop("score", "nexus")
@@ -481,7 +482,7 @@ def save_profile(path: str, **changes: Any) -> str:
             **{"name": "llama", "layers": 2, "kv_heads": 1, "head_size": 64, **changes}
         ),
         score=score,
-        parameters=dataclasses.asdict(policies.make(score)),  # type: ignore[call-overload]
+        parameters=dataclasses.asdict(policies.make(score, Settings())),  # type: ignore[call-overload]
         block_size=32,
         densities=(0.5,),
         shares=torch.full((1, 2, 1), 0.5),
@@ -528,7 +529,7 @@ def lu_by_a_given_profile() -> Any:
 
 @scenario
 def lu_by_a_shipped_profile() -> Any:
-    """The default, "auto", by what is shipped: for the profile's score, and for another one."""
+    """The default, "auto", by what is shipped: where the server's score is its, and where not."""
     from nexus_vllm.engine import compat, profiles
 
     profiles.config_folder = Path.cwd
@@ -1026,7 +1027,7 @@ def test_refuses_to_start(
         assert part in outcome.told
 
 
-def test_a_profile_that_fits_is_the_default_of_its_score(outcomes: Outcomes) -> None:
+def test_a_profile_that_fits_is_the_default(outcomes: Outcomes) -> None:
     given = outcomes("lu_by_a_given_profile")
     assert given.error == "", given.log[-3000:]
     told, uniform = (json.loads(o.told) for o in (given, outcomes("healthy")))
@@ -1034,7 +1035,7 @@ def test_a_profile_that_fits_is_the_default_of_its_score(outcomes: Outcomes) -> 
     assert told["final_blocks"] == uniform["final_blocks"]
     shipped = outcomes("lu_by_a_shipped_profile")
     assert shipped.error == "", shipped.log[-3000:]
-    assert json.loads(shipped.told) == [[True, "lu", "uniform"], [False, "uniform", "uniform"]]
+    assert json.loads(shipped.told) == [[True, "lu", "lu"], [False, "uniform", "uniform"]]
 
 
 def test_a_kv_cache_of_the_models_own_dtype_is_accepted_by_name(outcomes: Outcomes) -> None:
