@@ -70,10 +70,16 @@ class Study:
         told = ["nexus-vllm", "eval", *self.work, "--out", str(out), *self.options]
         if self.config:
             source = STUDIES / self.config
-            names = ["nexus", *Settings.from_source(str(source)).variants]
             told += ["--kv-eviction-config", str(source.relative_to(ROOT))]
-            told += ["--policies", ",".join(names)]
+            told += ["--policies", ",".join(self.variants)]
         return told
+
+    @property
+    def variants(self) -> list[str]:
+        """What is asked for of `config`, in its order."""
+        if self.config is None:
+            return []
+        return ["nexus", *Settings.from_source(str(STUDIES / self.config)).variants]
 
     def commands(self, out: Path) -> list[list[str]]:
         """All that a study is made of."""
@@ -146,8 +152,8 @@ class Results:
     told: dict[str, str]
 
     @classmethod
-    def read(cls, folder: Path) -> Results:
-        """Of a study's folder: the results that its last report is of."""
+    def read(cls, folder: Path, order: Sequence[str] = ()) -> Results:
+        """Of a study's folder: the results that its last report is of, policies in this order."""
         report = json.loads((folder / "eval.json").read_text())
         told = {tuple(cell[key] for key in ASKED) for cell in report["cells"]}
         lines = [json.loads(line) for line in (folder / "results.jsonl").open()]
@@ -156,6 +162,8 @@ class Results:
             for line in lines
             if line["policy"] == FULL.policy or tuple(line[key] for key in ASKED) in told
         ]
+        place = {name: at for at, name in enumerate(order)}
+        lines.sort(key=lambda line: place.get(line["policy"], -1))
         peers = folder / "peers" / "results.jsonl"
         if peers.is_file():
             theirs = (json.loads(line) for line in peers.open())
@@ -399,7 +407,7 @@ def report(out: Path) -> None:
             text = stream_section(name, study, out / name, folder)
             cells = (out / name / "eval.json").read_text()
         else:
-            found = Results.read(out / name)
+            found = Results.read(out / name, study.variants)
             text, cells = section(name, found, folder), as_json(found)
         document = written(document, name, text)
         (folder / f"{name}.json").write_text(cells)

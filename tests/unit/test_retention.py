@@ -107,6 +107,11 @@ def test_only_what_the_last_report_is_of_is_read(retention: Any, tmp_path: Path)
     assert read.methods == [FULL, Method("nexus", "uniform")]
     assert read.cells == [("later", "20%")]
     assert {x["setting"] for x in read.lines} == {"-", "later"}
+    asked = [cell | {"policy": "other"} for cell in cells[1:]]
+    (tmp_path / "eval.json").write_text(json.dumps({"told": found.told, "cells": cells + asked}))
+    for order in (["nexus", "other"], ["other", "nexus"]):
+        methods = retention.Results.read(tmp_path, order).methods
+        assert [method.policy for method in methods] == ["none", *order]
     (tmp_path / "peers").mkdir()
     theirs = [found.lines[0] | {"score": 0}, found.lines[-1] | {"policy": "kvpress:x"}]
     told = "".join(f"{json.dumps(x)}\n" for x in theirs)
