@@ -323,7 +323,7 @@ def _draw(
         figure.savefig(path, format="svg", metadata=metadata)
 
 
-PARTS = ("prior", "ablation", "events")
+PARTS = [name for name, study in OF.items() if study.config]
 """Studies of what single changes do."""
 
 
