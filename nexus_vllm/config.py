@@ -240,8 +240,8 @@ class Settings(BaseModel):
     walk_state: Literal["fresh", "carried"] = "fresh"
     pool_rows: Literal["mean", "max"] = "mean"
     pool_heads: Literal["mean", "max"] = "mean"
-    prior: Literal["none", "knorm", "keydiff"] = "knorm"
-    prior_weight: float = Field(default=0.7, ge=0, le=1, allow_inf_nan=False)
+    prior: Literal["none", "knorm", "keydiff"] = "keydiff"
+    prior_weight: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
     # Selection
     selector: Selector = "gumbel"
     n: int = Field(default=5, ge=1, le=1024, strict=True)

@@ -223,8 +223,20 @@ def _pinned_torch() -> str:
     raise RuntimeError("scripts/setup.sh names no TORCH_VERSION")
 
 
+def of_questions(source: str, **changes: object) -> Suite:
+    """The suite. Raises ValueError on one that decodes: a press cuts once, after the prompt."""
+    suite = load(source, **changes)
+    if suite.decode:
+        raise ValueError(
+            f"suite {suite.name!r} decodes a text, and kvpress cuts once, after the prompt: use "
+            "one of questions, as quick or retention"
+        )
+    return suite
+
+
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status. Raises ValueError, with the remedy, for what cannot be done."""
+    suite = of_questions(args.suite, prompt_tokens=args.prompt_tokens, settings=args.settings)
     python = environment()
     if args.setup:
         print(python)
@@ -235,7 +247,6 @@ def run(args: argparse.Namespace) -> int:
         if name not in PRESSES:
             raise ValueError(f"no press {name!r}: use {', '.join(PRESSES)}")
     folder = model_folder(args.model)
-    suite = load(args.suite, prompt_tokens=args.prompt_tokens, settings=args.settings)
     made = samples(suite, *tokenizing(folder))
     names = args.budgets or suite.budgets
     budgets = {name: budget_blocks(name, suite.prompt_tokens, Settings()) for name in names}

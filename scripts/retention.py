@@ -31,7 +31,7 @@ from prepare_model import default_cache_dir
 from nexus_vllm.config import Settings
 from nexus_vllm.policies import POLICIES
 from nexus_vllm.tools import eval_plots, eval_streams
-from nexus_vllm.tools.bench_plots import COLOURS, GREY, STYLE
+from nexus_vllm.tools.bench_plots import COLOURS, GREY, STYLE, installed
 from nexus_vllm.tools.bench_report import Table, render_table
 from nexus_vllm.tools.eval_plan import FULL, Method
 from nexus_vllm.tools.eval_report import Interval, Line, Run, by_question, difference, mean
@@ -93,7 +93,11 @@ class Study:
 ONCE = [name for name, policy in POLICIES.items() if not policy.needs_replay]
 """Policies that compute each prompt once."""
 BOTH = ("--budgets", "20%,10%")
-FEW = ("--policies", "nexus,snapkv,cake,h2o,expected-attention,vase,knorm,keydiff,streaming-llm")
+LU = ("--allocators", "lu", *BOTH)
+FEW = (
+    *("--policies", "nexus,snapkv,cake,h2o,expected-attention,vase,knorm,keydiff,streaming-llm"),
+    *("--allocators", "uniform,lu", *BOTH),
+)
 OF = {
     "quick": Study(SMOL, "quick", ()),
     "policies": Study(
@@ -108,15 +112,18 @@ OF = {
         ("--policies", ",".join(ONCE), "--allocators", "uniform,lu", *BOTH),
         peers=BOTH,
     ),
-    "policies-4k": Study(
-        SMOL,
-        "retention",
-        (*FEW, "--allocators", "uniform,lu", *BOTH, "--prompt-tokens", "4096"),
+    "policies-4k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "4096", "--limit", "20")),
+    "policies-7k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "7168", "--limit", "20")),
+    "policies-large-4k": Study(
+        QWEN, "retention-large", (*FEW, "--prompt-tokens", "4096", "--limit", "20")
     ),
-    "policies-7k": Study(
-        SMOL,
-        "retention",
-        (*FEW, "--allocators", "uniform,lu", *BOTH, "--prompt-tokens", "7168", "--limit", "20"),
+    "kvzip-large": Study(
+        QWEN,
+        "retention-large",
+        (
+            *("--policies", "nexus,kvzip,keydiff", "--allocators", "uniform,lu,global"),
+            *("--settings", "later", *BOTH),
+        ),
     ),
     "allocators": Study(
         SMOL,
@@ -127,18 +134,21 @@ OF = {
             *BOTH,
         ),
     ),
-    "prior": Study(SMOL, "retention", ("--allocators", "lu", *BOTH), config="prior.yaml"),
+    "prior": Study(SMOL, "retention", LU, config="prior.yaml"),
+    "prior-large": Study(QWEN, "retention-large", LU, config="prior.yaml"),
     "ablation": Study(
         SMOL, "retention", ("--allocators", "uniform,lu", *BOTH), config="ablation.yaml"
     ),
-    "events": Study(SMOL, "retention", ("--allocators", "uniform,lu", *BOTH), config="events.yaml"),
+    "events": Study(
+        SMOL,
+        "retention",
+        ("--allocators", "lu", "--budgets", "10%", "--settings", "later", "--limit", "20"),
+        config="events.yaml",
+    ),
     "long-decode": Study(
         SMOL,
         "long-decode",
-        (
-            *("--policies", "nexus,snapkv,h2o,knorm,streaming-llm,random"),
-            *("--allocators", "uniform,lu", "--budgets", "1024,512"),
-        ),
+        ("--policies", "nexus,snapkv,streaming-llm", "--allocators", "uniform,lu"),
     ),
 }
 
@@ -430,8 +440,10 @@ def main() -> int:
         for name in args.study or OF:
             for command in OF[name].commands(args.out.resolve() / name):
                 subprocess.run(command, check=True, cwd=ROOT)
-    else:
+    elif installed():  # says so itself where there is no matplotlib
         report(args.out)
+    else:
+        return 1
     return 0
 
 

@@ -59,7 +59,7 @@ class Nexus(Policy):
       candidates and scaled to 1. With A the candidates' sum of a + lam c, they then weigh
       (1 - prior_weight) (a_j + lam c_j) + prior_weight A p_j. Where the window looks hard at some
       blocks these still come first; where it looks at nothing much, as before a question that is
-      yet to come, p decides. "none" is the paper; a server's default is "knorm" (`Settings`).
+      yet to come, p decides. "none" is the paper; a server's default is "keydiff" (`Settings`).
     Raises ValueError on a value out of range.
     """
 
@@ -73,7 +73,7 @@ class Nexus(Policy):
     pool_rows: Pool = "mean"
     pool_heads: Pool = "mean"
     prior: Prior = "none"
-    prior_weight: float = 0.7
+    prior_weight: float = 0.5
 
     name: ClassVar[str] = "nexus"
     needs_window: ClassVar[bool] = True

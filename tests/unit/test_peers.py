@@ -219,6 +219,13 @@ def test_results_of_another_suite_are_not_compared(peers: Any, tmp_path: Path) -
     assert (tmp_path / "results.jsonl").read_text() == before
 
 
+@pytest.mark.parametrize("name", ["long-decode", "long-text"])
+def test_a_suite_that_decodes_is_refused(peers: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' decodes a text"):
+        peers.of_questions(name)
+    assert peers.of_questions("quick", prompt_tokens=1024).prompt_tokens == 1024
+
+
 def test_the_lock_holds_what_kvpress_needs(peers: Any) -> None:
     pins = dict(
         row.split("==") for row in peers.LOCK.read_text().splitlines() if not row.startswith("#")
