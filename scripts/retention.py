@@ -148,7 +148,7 @@ OF = {
     "long-decode": Study(
         SMOL,
         "long-decode",
-        ("--policies", "nexus,snapkv,streaming-llm", "--allocators", "uniform,lu"),
+        ("--policies", "nexus,streaming-llm", "--allocators", "uniform,lu"),
     ),
 }
 
