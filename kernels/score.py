@@ -51,7 +51,9 @@ def score(
             queries, positions, scale * cache_scale, lse, wide, rows.longest,
             DIM=dim, DIMS=triton.next_power_of_2(dim), WIDE=max(16, triton.next_power_of_2(wide)),
             BLOCK=rows.block, BLOCKS=blocks,
-            EXACT=queries.dtype == torch.float32, ALIGNED=aligned(rows),
+            # The interpreter cannot multiply matrices of bfloat16.
+            EXACT=queries.dtype == torch.float32 or triton.knobs.runtime.interpret,
+            ALIGNED=aligned(rows),
         )  # fmt: skip
     return lse
 
@@ -88,7 +90,8 @@ def _score(
     told = queries + (row * wide + query[:, None]) * DIM + dim[None, :]
     q = tl.load(told, mask=asked[:, None] & (dim < DIM)[None, :], other=0.0)
     if EXACT:
-        logits = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
+        q, keys = q.to(tl.float32), keys.to(tl.float32)
+        logits = tl.dot(q, tl.trans(keys), input_precision="ieee")
     else:
         logits = tl.dot(q, tl.trans(keys.to(q.dtype)))
     # To the base 2, which is what the hardware has.
