@@ -23,6 +23,7 @@ class Rows:
     block, head_size: tokens of a block, numbers of a key.
     token_step: numbers from one token's key to the next one's, in a unit.
     values: numbers from a key to the same token's value.
+    heads: KV heads whose keys a row averages, each `head_step` numbers after the one before.
     """
 
     cache: Tensor
@@ -34,6 +35,8 @@ class Rows:
     head_size: int
     token_step: int
     values: int
+    heads: int = 1
+    head_step: int = 0
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -50,4 +53,10 @@ class Rows:
         first = self.units[index] + (self.values if values else 0)
         token = torch.arange(self.block, device=first.device) * self.token_step
         inside = token[:, None] + torch.arange(self.head_size, device=first.device)
-        return self.cache[first[..., None, None] + inside]
+        told = self.cache[first[..., None, None] + inside]
+        if self.heads == 1:
+            return told
+        total = told.float()
+        for head in range(1, self.heads):
+            total = total + self.cache[first[..., None, None] + inside + head * self.head_step]
+        return total / self.heads

@@ -1,9 +1,12 @@
-"""score: what each block gets of each query of the window, in one pass over the keys.
+"""score: what blocks and tokens get of the window's queries, in one pass over the keys each.
 
 For a query and a block, `lse` is log(sum of exp(logit)) over the tokens of the block that the query
-may see. It needs nothing of other blocks, so programs share no state and the whole W x T of logits
-is never held; the softmax over blocks of `lse` is Eq. 1's map S (arXiv 2606.23961).
+may see. It needs nothing of other blocks, so programs share no state and the W x T logits are never
+held; its softmax over blocks is Eq. 1's map S (arXiv 2606.23961). Policies that rank tokens need a
+second pass, which knows each query's total.
 """
+
+from typing import Literal
 
 import torch
 import triton
@@ -12,73 +15,137 @@ from torch import Tensor
 
 from nexus_vllm.kernels.rows import Rows
 
+Pool = Literal["mean", "max"]
+
 TOKENS = 128
 """Keys that a program holds at once."""
 
 
-def reference(
-    rows: Rows, queries: Tensor, positions: Tensor, scale: float, cache_scale: float = 1.0
-) -> Tensor:
-    """queries [R, Q, D], Q of them for each row, in any order; positions [R, Q] int64.
+def block_lse_reference(rows: Rows, queries: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """Block by block log-sum-exp of the logits.
 
-    scale: what logits are multiplied by. cache_scale: what stored keys are multiplied by (fp8).
-    Returns lse [R, Q, longest] float32: -inf where a query sees nothing of a block, or there is no
+    queries: [R, G, W, D], those of the G query heads that share a row's keys; with `rows.heads` > 1
+      of one averaged head, and keys are averaged over so many heads.
+    positions: [R, W] int64, original token positions; a query sees keys up to its own.
+    scale: what logits are multiplied by, times what stored keys are (fp8).
+    Returns [R, G, W, longest] float32: -inf where a query sees nothing of a block, or there is no
     block.
     """
+    return _logits(rows, queries, positions, scale).logsumexp(-1)
+
+
+def token_attention_reference(
+    rows: Rows,
+    queries: Tensor,
+    positions: Tensor,
+    totals: Tensor,
+    scale: float,
+    pool_rows: Pool = "mean",
+    pool_heads: Pool = "mean",
+) -> Tensor:
+    """Softmax attention of each token, pooled over queries, then heads: [R, longest, b] float32.
+
+    totals: [R, G, W], `block_lse` added up in its log domain; -inf for a query that sees nothing.
+    """
+    logits = _logits(rows, queries, positions, scale)
+    shares = (logits - totals[..., None, None]).nan_to_num(nan=-torch.inf).exp()
+    shares = shares.mean(2) if pool_rows == "mean" else shares.amax(2)
+    return shares.mean(1) if pool_heads == "mean" else shares.amax(1)
+
+
+def _logits(rows: Rows, queries: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """[R, G, W, N, b] float32, -inf where a query does not see a key."""
     index, exists = rows.padded()
     keys = rows.gather(index).float()  # [R, N, b, D]
-    logits = torch.einsum("rqd,rnbd->rqnb", queries.float(), keys) * (scale * cache_scale)
-    token = rows.blocks[index][..., None] * rows.block + torch.arange(
-        rows.block, device=keys.device
-    )
+    logits = torch.einsum("rgwd,rnbd->rgwnb", queries.float(), keys) * scale
+    offsets = torch.arange(rows.block, device=keys.device)
+    token = rows.blocks[index][..., None] * rows.block + offsets
     seen = (token[:, None] <= positions[:, :, None, None]) & exists[:, None, :, None]
-    return logits.masked_fill(~seen, -torch.inf).logsumexp(-1)
+    return logits.masked_fill(~seen[:, None], -torch.inf)
 
 
-def score(
-    rows: Rows, queries: Tensor, positions: Tensor, scale: float, cache_scale: float = 1.0
-) -> Tensor:
-    """The same as `reference`, one launch. Raises ValueError on a block of no power of two."""
-    if rows.block & (rows.block - 1) or rows.block > TOKENS:
-        raise ValueError(f"score: blocks of {rows.block} tokens, must be a power of two <= {TOKENS}")
-    count, wide, dim = queries.shape
-    lse = queries.new_empty(count, wide, rows.longest, dtype=torch.float32)
-    blocks = TOKENS // rows.block
-    if lse.numel():
-        grid = (triton.cdiv(rows.longest, blocks), count)
-        _score[grid](
-            rows.cache, rows.units, rows.blocks, rows.starts, rows.token_step,
-            queries, positions, scale * cache_scale, lse, wide, rows.longest,
-            DIM=dim, DIMS=triton.next_power_of_2(dim), WIDE=max(16, triton.next_power_of_2(wide)),
-            BLOCK=rows.block, BLOCKS=blocks,
-            # The interpreter cannot multiply matrices of bfloat16.
-            EXACT=queries.dtype == torch.float32 or triton.knobs.runtime.interpret,
-            ALIGNED=aligned(rows),
-        )  # fmt: skip
+def block_lse(rows: Rows, queries: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """The same as `block_lse_reference`, one launch."""
+    *lead, _ = queries.shape
+    lse = torch.empty(*lead, rows.longest, dtype=torch.float32, device=queries.device)
+    _launch(_block_lse, rows, queries, positions, scale, lse, lse, 0)
     return lse
+
+
+def token_attention(
+    rows: Rows,
+    queries: Tensor,
+    positions: Tensor,
+    totals: Tensor,
+    scale: float,
+    pool_rows: Pool = "mean",
+    pool_heads: Pool = "mean",
+) -> Tensor:
+    """The same as `token_attention_reference`, one launch."""
+    found = torch.zeros(
+        len(rows), rows.longest, rows.block, dtype=torch.float32, device=queries.device
+    )
+    pools = 2 * (pool_rows == "max") + (pool_heads == "max")
+    _launch(_token_attention, rows, queries, positions, scale, totals, found, pools)
+    return found
+
+
+def _launch(
+    kernel: object,
+    rows: Rows,
+    queries: Tensor,
+    positions: Tensor,
+    scale: float,
+    totals: Tensor,
+    into: Tensor,
+    pools: int,
+) -> None:
+    """Raises ValueError on blocks whose size is no power of two, or more than a program holds."""
+    if rows.block & (rows.block - 1) or rows.block > TOKENS:
+        raise ValueError(
+            f"score: blocks of {rows.block} tokens, must be a power of two up to {TOKENS}"
+        )
+    count, group, window, dim = queries.shape
+    if not count * group * window * rows.longest:
+        return
+    heads = triton.next_power_of_2(group)
+    wide = max(triton.next_power_of_2(window), 16 // heads)
+    blocks = TOKENS // rows.block
+    grid = (triton.cdiv(rows.longest, blocks), count)
+    kernel[grid](  # type: ignore[index]
+        rows.cache, rows.units, rows.blocks, rows.starts, rows.token_step, rows.head_step,
+        queries.contiguous(), positions, scale, totals, into, group, window, rows.longest,
+        HEADS=rows.heads, DIM=dim, DIMS=triton.next_power_of_2(dim), GROUP=heads, WINDOW=wide,
+        BLOCK=rows.block, BLOCKS=blocks, POOLS=pools,
+        # The interpreter cannot multiply matrices of bfloat16.
+        EXACT=queries.dtype == torch.float32 or triton.knobs.runtime.interpret,
+        ALIGNED=aligned(rows),
+    )  # fmt: skip
 
 
 def aligned(rows: Rows) -> int:
     """The largest power of two, up to 16 bytes' worth, that all offsets in units divide by."""
     most = 16 // rows.cache.element_size()
-    whole = rows.token_step | rows.head_size | rows.values | (rows.block * 2 * rows.head_size)
+    unit = rows.block * 2 * rows.head_size
+    whole = rows.token_step | rows.head_size | rows.values | rows.head_step | unit
     return min(most, whole & -whole)
 
 
 @triton.jit
-def _score(
-    cache, units, blocks, starts, token_step,
-    queries, positions, scale, lse, wide, longest,
-    DIM: tl.constexpr, DIMS: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
+def _seen_logits(
+    cache, units, blocks, starts, token_step, head_step, queries, positions, scale,
+    group, window, row, part,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXACT: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Logits [GROUP * WINDOW, BLOCKS * BLOCK] to the base 2, which is what the hardware has."""
     first = tl.load(starts + row)
     count = (tl.load(starts + row + 1) - first).to(tl.int32)
-    query, dim = tl.arange(0, WIDE), tl.arange(0, DIMS)
-    asked = query < wide
+    query, dim = tl.arange(0, GROUP * WINDOW), tl.arange(0, DIMS)
+    head, back = query // WINDOW, query % WINDOW
+    asked = (head < group) & (back < window)
 
-    # Keys of BLOCKS blocks, token by token: [BLOCKS * BLOCK, DIMS]
     token = tl.arange(0, BLOCKS * BLOCK)
     block = part * BLOCKS + token // BLOCK
     exists = block < count
@@ -86,27 +153,85 @@ def _score(
     at = unit + (token % BLOCK) * tl.multiple_of(token_step, ALIGNED)
     held = exists[:, None] & (dim < DIM)[None, :]
     keys = tl.load(cache + at[:, None] + dim[None, :], mask=held, other=0.0)
+    if HEADS > 1:
+        total = keys.to(tl.float32)
+        for other in range(1, HEADS):
+            more = cache + other * tl.multiple_of(head_step, ALIGNED)
+            total += tl.load(more + at[:, None] + dim[None, :], mask=held, other=0.0).to(tl.float32)
+        keys = total / HEADS
 
-    told = queries + (row * wide + query[:, None]) * DIM + dim[None, :]
+    told = queries + ((row * group + head) * window + back)[:, None] * DIM + dim[None, :]
     q = tl.load(told, mask=asked[:, None] & (dim < DIM)[None, :], other=0.0)
-    if EXACT:
-        q, keys = q.to(tl.float32), keys.to(tl.float32)
-        logits = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    if EXACT or HEADS > 1:
+        logits = tl.dot(
+            q.to(tl.float32), tl.trans(keys.to(tl.float32)), input_precision="ieee"
+        )
     else:
         logits = tl.dot(q, tl.trans(keys.to(q.dtype)))
-    # To the base 2, which is what the hardware has.
     logits = logits * (scale * 1.4426950408889634)
-
     place = tl.load(blocks + first + block, mask=exists, other=0) * BLOCK + token % BLOCK
-    last = tl.load(positions + row * wide + query, mask=asked, other=-1)
+    last = tl.load(positions + row * window + back, mask=asked, other=-1)
     seen = exists[None, :] & (place[None, :] <= last[:, None])
-    logits = tl.where(seen, logits, -float("inf"))
-    logits = tl.reshape(logits, (WIDE, BLOCKS, BLOCK))
+    return tl.where(seen, logits, -float("inf"))
+
+
+@triton.jit
+def _block_lse(
+    cache, units, blocks, starts, token_step, head_step, queries, positions, scale, totals, lse,
+    group, window, longest,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, POOLS: tl.constexpr,
+    EXACT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    logits = _seen_logits(
+        cache, units, blocks, starts, token_step, head_step, queries, positions, scale,
+        group, window, row, part, HEADS, DIM, DIMS, GROUP, WINDOW, BLOCK, BLOCKS, EXACT, ALIGNED,
+    )  # fmt: skip
+    logits = tl.reshape(logits, (GROUP * WINDOW, BLOCKS, BLOCK))
     highest = tl.max(logits, 2)
     safe = tl.where(highest == -float("inf"), 0.0, highest)
     mass = tl.sum(tl.exp2(logits - safe[:, :, None]), 2)
     found = tl.where(mass > 0, (safe + tl.log2(mass)) * 0.6931471805599453, -float("inf"))
 
+    query = tl.arange(0, GROUP * WINDOW)
+    head, back = query // WINDOW, query % WINDOW
+    asked = (head < group) & (back < window)
     column = part * BLOCKS + tl.arange(0, BLOCKS)
-    into = lse + (row * wide + query[:, None]) * longest + column[None, :]
+    into = lse + ((row * group + head) * window + back)[:, None] * longest + column[None, :]
     tl.store(into, found, mask=asked[:, None] & (column < longest)[None, :])
+
+
+@triton.jit
+def _token_attention(
+    cache, units, blocks, starts, token_step, head_step, queries, positions, scale, totals, found,
+    group, window, longest,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, POOLS: tl.constexpr,
+    EXACT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    logits = _seen_logits(
+        cache, units, blocks, starts, token_step, head_step, queries, positions, scale,
+        group, window, row, part, HEADS, DIM, DIMS, GROUP, WINDOW, BLOCK, BLOCKS, EXACT, ALIGNED,
+    )  # fmt: skip
+    query = tl.arange(0, GROUP * WINDOW)
+    head, back = query // WINDOW, query % WINDOW
+    asked = (head < group) & (back < window)
+    total = tl.load(
+        totals + (row * group + head) * window + back, mask=asked, other=-float("inf")
+    )
+    none = total == -float("inf")
+    shares = tl.exp2(logits - tl.where(none, 0.0, total * 1.4426950408889634)[:, None])
+    shares = tl.where((none | ~asked)[:, None], 0.0, shares)
+    shares = tl.reshape(shares, (GROUP, WINDOW, BLOCKS * BLOCK))
+    if POOLS >= 2:
+        shares = tl.max(shares, 1)
+    else:
+        shares = tl.sum(shares, 1) / window
+    if POOLS % 2 == 1:
+        pooled = tl.max(shares, 0)
+    else:
+        pooled = tl.sum(shares, 0) / group
+    place = part * BLOCKS * BLOCK + tl.arange(0, BLOCKS * BLOCK)
+    tl.store(found + row * longest * BLOCK + place, pooled, mask=place < longest * BLOCK)
