@@ -95,7 +95,7 @@ ONCE = [name for name, policy in POLICIES.items() if not policy.needs_replay]
 BOTH = ("--budgets", "20%,10%")
 LU = ("--allocators", "lu", *BOTH)
 FEW = (
-    *("--policies", "nexus,snapkv,cake,h2o,expected-attention,vase,knorm,keydiff,streaming-llm"),
+    *("--policies", "nexus,snapkv,cake,expected-attention,knorm,keydiff,streaming-llm"),
     *("--allocators", "uniform,lu", *BOTH),
 )
 OF = {
@@ -103,7 +103,7 @@ OF = {
     "policies": Study(
         SMOL,
         "retention",
-        ("--allocators", "uniform,per-head,lu", *BOTH),
+        ("--allocators", "uniform,lu", *BOTH),
         peers=BOTH,
     ),
     "policies-large": Study(
@@ -113,9 +113,9 @@ OF = {
         peers=BOTH,
     ),
     "policies-4k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "4096", "--limit", "20")),
-    "policies-7k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "7168", "--limit", "20")),
+    "policies-7k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "7168", "--limit", "10")),
     "policies-large-4k": Study(
-        QWEN, "retention-large", (*FEW, "--prompt-tokens", "4096", "--limit", "20")
+        QWEN, "retention-large", (*FEW, "--prompt-tokens", "4096", "--limit", "10")
     ),
     "kvzip-large": Study(
         QWEN,
@@ -131,7 +131,7 @@ OF = {
         (
             *("--policies", "nexus,snapkv,knorm"),
             *("--allocators", "uniform,per-head,pyramid,ada,cake,global,lu"),
-            *BOTH,
+            *(*BOTH, "--limit", "20"),
         ),
     ),
     "prior": Study(SMOL, "retention", LU, config="prior.yaml"),
