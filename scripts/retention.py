@@ -51,7 +51,8 @@ ASKED = ("setting", "policy", "allocator", "budget")
 class Study:
     """One run of `nexus-vllm eval`.
 
-    config: a file in configs/studies; with `variants`, all of its variants are asked for, too.
+    config: a file in configs/studies; with `variants`, they are asked for beside `nexus`: `only`
+      these, or all.
     peers: options of scripts/peers.py, where kvpress is asked the same.
     """
 
@@ -59,6 +60,7 @@ class Study:
     suite: str
     options: tuple[str, ...]
     config: str | None = None
+    only: tuple[str, ...] = ()
     peers: tuple[str, ...] | None = None
 
     @property
@@ -79,7 +81,8 @@ class Study:
         """What is asked for of `config`, in its order."""
         if self.config is None:
             return []
-        return ["nexus", *Settings.from_source(str(STUDIES / self.config)).variants]
+        known = Settings.from_source(str(STUDIES / self.config)).variants
+        return ["nexus", *(name for name in known if name in (self.only or known))]
 
     def commands(self, out: Path) -> list[list[str]]:
         """All that a study is made of."""
@@ -97,6 +100,10 @@ LU = ("--allocators", "lu", *BOTH)
 FEW = (
     *("--policies", "nexus,snapkv,cake,expected-attention,knorm,keydiff,streaming-llm"),
     *("--allocators", "uniform,lu", *BOTH),
+)
+ASKED_OF_PRIOR = (
+    *("no-prior", "knorm-0.3", "knorm-0.7", "keydiff-0.3", "keydiff-0.7"),
+    *("recency-2", "sink-0", "max-rows", "max-heads", "max-both", "topk"),
 )
 OF = {
     "quick": Study(SMOL, "quick", ()),
@@ -134,8 +141,8 @@ OF = {
             *(*BOTH, "--limit", "20"),
         ),
     ),
-    "prior": Study(SMOL, "retention", LU, config="prior.yaml"),
-    "prior-large": Study(QWEN, "retention-large", LU, config="prior.yaml"),
+    "prior": Study(SMOL, "retention", LU, config="prior.yaml", only=ASKED_OF_PRIOR),
+    "prior-large": Study(QWEN, "retention-large", LU, config="prior.yaml", only=ASKED_OF_PRIOR),
     "ablation": Study(
         SMOL, "retention", ("--allocators", "uniform,lu", *BOTH), config="ablation.yaml"
     ),
