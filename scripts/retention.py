@@ -170,7 +170,10 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path, order: Sequence[str] = ()) -> Results:
-        """Of a study's folder: the results that its last report is of, policies in this order."""
+        """Of a study's folder: the results that its last report is of, policies in this order.
+
+        Those of folders in it are added: `peers`, or a run of other policies.
+        """
         report = json.loads((folder / "eval.json").read_text())
         told = {tuple(cell[key] for key in ASKED) for cell in report["cells"]}
         lines = [json.loads(line) for line in (folder / "results.jsonl").open()]
@@ -181,10 +184,9 @@ class Results:
         ]
         place = {name: at for at, name in enumerate(order)}
         lines.sort(key=lambda line: place.get(line["policy"], -1))
-        peers = folder / "peers" / "results.jsonl"
-        if peers.is_file():
-            theirs = (json.loads(line) for line in peers.open())
-            lines += [line for line in theirs if line["policy"] != FULL.policy]
+        for more in sorted(folder.glob("*/results.jsonl")):
+            added = (json.loads(line) for line in more.open())
+            lines += [line for line in added if line["policy"] != FULL.policy]
         asked = {(cell["setting"], cell["budget"]): None for cell in report["cells"]}
         cells = [cell for cell in asked if cell[1] != "full"]
         return cls(lines, cells, report["told"])
