@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from nexus_vllm.tools.bench_servers import (
     run_command,
     say,
 )
+from nexus_vllm.tools.eval_options import natural, seeds, settings, words
 from nexus_vllm.tools.eval_plan import (
     Job,
     Method,
@@ -72,7 +73,7 @@ from nexus_vllm.tools.eval_results import (
     samples_identity,
 )
 from nexus_vllm.tools.eval_samples import Sample, samples, tokenizing
-from nexus_vllm.tools.eval_suite import BLOCK, SETTINGS, Suite, load, suites
+from nexus_vllm.tools.eval_suite import BLOCK, Suite, load, suites
 
 FORCING = "nexus_vllm.tools.forcing:Forcing"
 STREAMS = 8  # at a time, where the suite decodes: a step for several costs little more than for one
@@ -90,23 +91,23 @@ def add_to(commands: Any) -> None:
     option = parser.add_argument
     option("--out", type=Path, required=True, metavar="DIR", help="eval.md, eval.json and results")
     option("--suite", default="quick", help=f"{', '.join(suites())}, or a YAML file (quick)")
-    option("--policies", type=_words, metavar="NAME,...", help="default: all")
+    option("--policies", type=words, metavar="NAME,...", help="default: all")
     option(
         "--allocators",
-        type=_words,
+        type=words,
         metavar="NAME,...",
         help="for each policy; default: uniform, and for nexus auto as well",
     )
-    option("--budgets", type=_words, metavar="B,...", help="default: the suite's")
-    option("--settings", type=_settings, metavar="S,...", help="in-window, later, or both")
-    option("--seeds", type=_numbers, default=[0], metavar="N,...", help="of the requests (0)")
+    option("--budgets", type=words, metavar="B,...", help="default: the suite's")
+    option("--settings", type=settings, metavar="S,...", help="in-window, later, or both")
+    option("--seeds", type=seeds, default=[0], metavar="N,...", help="of the requests (0)")
     option("--prompt-tokens", type=int, metavar="N", help="of a haystack; default: the suite's")
-    option("--limit", type=_natural, metavar="N", help="only the first N questions, or streams")
+    option("--limit", type=natural, metavar="N", help="only the first N questions, or streams")
     option("--baseline", default="nexus", metavar="POLICY[,ALLOCATOR]", help="others minus this")
     option("--base-url", metavar="URL", help="of a server that is up, with --kv-eviction")
     option(
         "--concurrency",
-        type=_natural,
+        type=natural,
         metavar="N",
         help=f"requests at a time (1; {STREAMS} where the suite decodes)",
     )
@@ -132,10 +133,20 @@ def _run(args: argparse.Namespace) -> int:
         )
     made = samples(suite, host.encode, host.first)
     names, decodes = args.budgets or suite.budgets, suite.decode is not None
+    methods = _methods(args.policies, args.allocators)
+    if BLOCK % host.settings.block_size:
+        raise ValueError(
+            f"block_size={host.settings.block_size} is not allowed: budgets here are blocks of "
+            f"{BLOCK} tokens; use a divisor of that"
+        )
     budgets = {
         name: budget_blocks(name, suite.whole_tokens, host.settings, decodes) for name in names
     }
-    methods = _methods(args.policies, args.allocators)
+    for method, name in product(methods, names):  # a variant may need more
+        try:
+            budget_blocks(name, suite.whole_tokens, host.settings.of(method.policy), decodes)
+        except ValueError as error:
+            raise ValueError(f"{method.policy}: {error}") from None
     own = not args.base_url
     plan = stages(made, methods, budgets, suite.modes, args.seeds, args.limit, own)
     identity = {"suite": samples_identity(suite, made), **host.identity()}
@@ -480,24 +491,3 @@ def _typed(args: argparse.Namespace) -> str:
         shown.append(item)
         before = item
     return shlex.join(shown)
-
-
-def _words(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _settings(text: str) -> list[str]:
-    for name in (names := _words(text)):
-        if name not in SETTINGS:
-            raise argparse.ArgumentTypeError(f"no setting {name!r}: {', '.join(SETTINGS)}")
-    return names
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(item) for item in text.split(",")]
-
-
-def _natural(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import threading
 import urllib.error
@@ -544,7 +545,72 @@ def test_options_of_our_server_do_not_go_with_a_url(
     assert "are for a server of ours" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bad", [["--settings", "never"], ["--limit", "0"], ["--seeds", "x"]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--settings", "never"],
+        ["--limit", "0"],
+        ["--seeds", "x"],
+        ["--seeds=-1"],
+        ["--seeds", str(2**63)],
+        ["--seeds", ""],
+        ["--policies", "nexus,"],
+        ["--budgets", ""],
+    ],
+)
 def test_bad_options_are_refused(tmp_path: Path, bad: list[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["eval", "m", "--out", str(tmp_path), *bad])
+
+
+@pytest.mark.parametrize(
+    ("more", "server", "told"),
+    [
+        (["--policies", "nexus,far"], {}, "far: budget 25% .*: use 8 to 15 blocks"),
+        ([], {"block_size": 64, "force_block_size": True}, "block_size=64 is not allowed"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_a_server_starts(
+    command: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: list[str],
+    server: dict[str, Any],
+    told: str,
+) -> None:
+    variants = {"far": {"recency_blocks": 6}}
+    monkeypatch.setattr(Ours, "settings", Settings(variants=variants, **server))
+    status, host = command(Answering(), *more)
+    assert (status, host.chunks) == (1, [])
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_what_is_named_twice_is_asked_once(command: Any, tmp_path: Path) -> None:
+    twice = ["--settings", "later, later", "--budgets", "25%, 25%", "--seeds", "0,0"]
+    server = Answering()
+    assert command(server, *twice, "--policies", "nexus, nexus", "--limit", "1")[0] == 0
+    assert len(server.asked) == len(lines(tmp_path)) == 2
+    assert "results: 2 of 2" in (tmp_path / "out" / "eval.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("results.jsonl", "1\n"),
+        ("results.jsonl", '{"a": 1}\n'),
+        ("results.jsonl", "what\n"),
+        ("run.json", '{"suite": "mi'),
+        ("run.json", "[]"),
+    ],
+)
+def test_files_of_something_else_are_named_and_left(
+    command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, content: str
+) -> None:
+    command(Answering(), "--limit", "1")
+    path = tmp_path / "out" / name
+    path.write_text(content)
+    server = Answering()
+    assert command(server, "--limit", "1")[0] == 1
+    assert f"{path} is not of nexus-vllm eval" in capsys.readouterr().err
+    assert path.read_text() == content
+    assert server.asked == []
