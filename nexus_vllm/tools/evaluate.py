@@ -37,7 +37,7 @@ from typing import Any
 
 import nexus_vllm
 from nexus_vllm import policies
-from nexus_vllm.config import POLICIES, Settings
+from nexus_vllm.config import ALLOCATORS, POLICIES, Settings, nearest
 from nexus_vllm.replay import ROOM
 from nexus_vllm.server.routes import ROOT
 from nexus_vllm.tools import eval_plots, eval_report, eval_streams
@@ -53,6 +53,7 @@ from nexus_vllm.tools.bench_servers import (
 )
 from nexus_vllm.tools.eval_options import natural, seeds, settings, words
 from nexus_vllm.tools.eval_plan import (
+    FULL,
     Job,
     Method,
     Stage,
@@ -103,7 +104,7 @@ def add_to(commands: Any) -> None:
     option("--seeds", type=seeds, default=[0], metavar="N,...", help="of the requests (0)")
     option("--prompt-tokens", type=int, metavar="N", help="of a haystack; default: the suite's")
     option("--limit", type=natural, metavar="N", help="only the first N questions, or streams")
-    option("--baseline", default="nexus", metavar="POLICY[,ALLOCATOR]", help="others minus this")
+    option("--baseline", metavar="POLICY[,ALLOCATOR]", help="others minus this (nexus)")
     option("--base-url", metavar="URL", help="of a server that is up, with --kv-eviction")
     option(
         "--concurrency",
@@ -113,7 +114,13 @@ def add_to(commands: Any) -> None:
     )
     server = parser.add_argument_group("our own server")
     server.add_argument("--kv-eviction-config", metavar="SOURCE", help="as for vllm serve")
-    server.add_argument("--serve-args", type=shlex.split, default=[], metavar="ARGS")
+    server.add_argument(
+        "--serve-args",
+        type=shlex.split,
+        default=[],
+        metavar="ARGS",
+        help="more options of vllm serve: --serve-args='--max-model-len 4096'",
+    )
     parser.set_defaults(run=run)
 
 
@@ -133,7 +140,9 @@ def _run(args: argparse.Namespace) -> int:
         )
     made = samples(suite, host.encode, host.first)
     names, decodes = args.budgets or suite.budgets, suite.decode is not None
-    methods = _methods(args.policies, args.allocators)
+    methods, own = _methods(args.policies, args.allocators), not args.base_url
+    if own:  # another server may have policies that are not installed here
+        _check(methods, host.settings)
     if BLOCK % host.settings.block_size:
         raise ValueError(
             f"block_size={host.settings.block_size} is not allowed: budgets here are blocks of "
@@ -147,7 +156,7 @@ def _run(args: argparse.Namespace) -> int:
             budget_blocks(name, suite.whole_tokens, host.settings.of(method.policy), decodes)
         except ValueError as error:
             raise ValueError(f"{method.policy}: {error}") from None
-    own = not args.base_url
+    baseline = _baseline(args.baseline, methods)
     plan = stages(made, methods, budgets, suite.modes, args.seeds, args.limit, own)
     identity = {"suite": samples_identity(suite, made), **host.identity()}
     results = Results(args.out, identity)
@@ -171,7 +180,7 @@ def _run(args: argparse.Namespace) -> int:
         if lines:
             took = f"{time.monotonic() - begun:.0f} s for {len(lines) - done} of them"
             told["results"] = f"{len(lines)} of {len(planned)}; the last run took {took}"
-            text = _report(args, suite, evaluation, lines, told)
+            text = _report(args, suite, baseline, evaluation, lines, told)
             print(text)
     return 1 if evaluation.failures else 0
 
@@ -179,19 +188,19 @@ def _run(args: argparse.Namespace) -> int:
 def _report(
     args: argparse.Namespace,
     suite: Suite,
+    baseline: Method,
     evaluation: "Evaluation",
     lines: Sequence[Mapping[str, Any]],
     told: Mapping[str, str],
 ) -> str:
     """Write eval.md, eval.json and the plots; returns what to print."""
-    policy, _, allocator = args.baseline.partition(",")
     streams = suite.decode is not None
     report = Run(
         suite=suite,
         lines=eval_streams.askings(lines) if streams else lines,
         texts=eval_streams.passages(lines) if streams else (),
         budgets=args.budgets or suite.budgets,
-        baseline=Method(policy, allocator or "uniform"),
+        baseline=baseline,
         told=told,
         failures=evaluation.failures,
         passes=evaluation.results.passes,
@@ -204,12 +213,33 @@ def _report(
 
 
 def _methods(policies: Sequence[str] | None, allocators: Sequence[str] | None) -> list[Method]:
-    """All that are asked for. Equal terms by default, and what the product itself would do."""
-    asked = policies or POLICIES
+    """All that are asked for, beside the full cache. Equal terms by default, and what the product
+    itself would do."""
+    asked = [p for p in policies or POLICIES if p != FULL.policy]
     made = [Method(p, a) for p in asked for a in allocators or ("uniform",)]
     if not allocators and "nexus" in asked:
         made.insert(1 + made.index(Method("nexus", "uniform")), Method("nexus", "auto"))
     return list(dict.fromkeys(made))
+
+
+def _check(methods: Sequence[Method], settings: Settings) -> None:
+    """Raise ValueError on a policy or an allocator that a server with these settings lacks."""
+    for kind, known in (("policy", settings.choices), ("allocator", ("auto", *ALLOCATORS))):
+        for method in methods:
+            if (name := getattr(method, kind)) not in known:
+                raise ValueError(f"there is no {kind} {name!r}. {nearest(name, known)}")
+
+
+def _baseline(asked: str | None, methods: Sequence[Method]) -> Method:
+    """What the others are compared with: if no allocator is named, at `uniform`, or where that is
+    not asked, at the first that is. Raises ValueError where a baseline is named and not asked."""
+    policy, _, allocator = (asked or "nexus").partition(",")
+    even = Method(policy, allocator or "uniform")
+    found = [m for m in methods if m == even or (m.policy == policy and not allocator)]
+    if asked and not found:
+        known = " or ".join(f"{m.policy},{m.allocator}" for m in methods)
+        raise ValueError(f"--baseline {asked} is not among what is asked: use {known}")
+    return even if even in found or not found else found[0]
 
 
 class Own:
@@ -314,6 +344,11 @@ class Remote:
         except urllib.error.HTTPError as error:
             raise ValueError(
                 f"{args.base_url}: HTTP {error.code} from {error.url}; start it with --kv-eviction"
+            ) from None
+        except OSError as error:
+            raise ValueError(
+                f"{args.base_url} does not answer: {getattr(error, 'reason', error)}; use the URL "
+                "of a server that is up, such as http://localhost:8000"
             ) from None
         found = [m for m in models if str(args.model) in (m["id"], m.get("root"))]
         if not found:

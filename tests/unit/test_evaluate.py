@@ -415,10 +415,37 @@ def test_by_default_every_policy_is_asked_on_equal_terms_and_nexus_as_it_is_serv
     asked = [m.policy for m in found if m.allocator == "uniform"]
     assert asked == list(POLICIES)
     assert [m for m in found if m.allocator != "uniform"] == [Method("nexus", "auto")]
-    assert evaluate._methods(["random"], ["lu", "ada"]) == [
+    assert evaluate._methods(["none", "random"], ["lu", "ada"]) == [
         Method("random", "lu"),
         Method("random", "ada"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--policies", "nexus,randon"], "no policy 'randon'. Did you mean 'random'?"),
+        (["--allocators", "unifrom"], "no allocator 'unifrom'. Did you mean 'uniform'?"),
+        (["--baseline", "snapkv"], "--baseline snapkv is not among what is asked: use nexus,"),
+        (["--baseline", "nexus,lu"], "use nexus,uniform or random,uniform"),
+    ],
+)
+def test_names_that_no_answer_can_have_are_refused_before_a_server_starts(
+    command: Any, capsys: pytest.CaptureFixture[str], more: list[str], told: str
+) -> None:
+    code, host = command(Answering(), *more)
+    assert (code, host.chunks) == (1, [])
+    assert told in capsys.readouterr().err
+
+
+def test_others_are_compared_with_the_baseline_as_it_is_asked() -> None:
+    nexus = [Method("nexus", a) for a in ("lu", "uniform", "auto")]
+    assert evaluate._baseline(None, nexus) == nexus[1]
+    assert evaluate._baseline(None, [nexus[0], nexus[2]]) == nexus[0]
+    assert evaluate._baseline("nexus,auto", nexus) == nexus[2]
+    other = Method("random", "lu")
+    assert evaluate._baseline(None, [other]) not in [other]
+    assert evaluate._baseline("random", [*nexus, other]) == other
 
 
 VARIANTS = {
@@ -535,6 +562,15 @@ def test_a_server_without_eviction_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
     with pytest.raises(ValueError, match=r"HTTP 404 .* start it with --kv-eviction"):
         remote(monkeypatch, Plain())("small")
+
+
+def test_a_url_where_nobody_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Down(Answering):
+        def get(self, path: str) -> str:
+            raise urllib.error.URLError(ConnectionRefusedError(111, "Connection refused"))
+
+    with pytest.raises(ValueError, match=r"http://x/v1 does not answer: .*refused; use the URL"):
+        remote(monkeypatch, Down())("small")
 
 
 def test_options_of_our_server_do_not_go_with_a_url(

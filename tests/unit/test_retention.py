@@ -118,8 +118,7 @@ def test_only_what_the_last_report_is_of_is_read(retention: Any, tmp_path: Path)
         more = tmp_path / folder
         more.mkdir()
         added = [found.lines[0] | {"score": 0}, found.lines[-1] | {"policy": policy}]
-        told = "".join(f"{json.dumps(x)}
-" for x in added)
+        told = "".join(f"{json.dumps(x)}\n" for x in added)
         (more / "results.jsonl").write_text(told + '{"cut')
         (more / "run.json").write_text(json.dumps({"suite": "s", "model": "other"}))
         with pytest.raises(ValueError, match=r"is of model other, .* of m"):
