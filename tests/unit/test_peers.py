@@ -173,7 +173,8 @@ def line(policy: str, question: int = 0, **more: Any) -> dict[str, Any]:
     full = policy == "none"
     cell = {"setting": "-", "budget": "full"} if full else {"setting": "later", "budget": "20%"}
     worth = {"score": 1.0, "tokens": 2, "logprob": -1.0, "whole": True}
-    return {"sample": 0, "question": question, "policy": policy, **cell, **worth, **more}
+    who = {"policy": policy, "allocator": "-" if full else "uniform", "seed": 0}
+    return {"sample": 0, "question": question, **who, **cell, **worth, **more}
 
 
 def test_lines_of_both_are_merged_with_one_full_cache(peers: Any) -> None:
