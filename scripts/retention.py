@@ -249,6 +249,38 @@ def whole_table(found: Results) -> Table:
     return made
 
 
+BRIEF = {"policies": "SmolLM2-135M", "policies-large": "Qwen2.5-Coder-0.5B"}
+"""Studies of the table that comes first, and their models."""
+TOLD = ("nexus", "snapkv", "cake", "knorm", "keydiff", "streaming-llm", "random")
+
+
+def brief_table(founds: Sequence[tuple[str, Results]]) -> Table:
+    """A row for each method of TOLD, and the best press: each model's score by setting, as means
+    of its budgets."""
+    columns = [
+        (f"{model}, {SHORT[setting]}", found, [c for c in found.cells if c[0] == setting])
+        for model, found in founds
+        for setting in dict.fromkeys(setting for setting, _ in found.cells)
+    ]
+    told = [FULL, *(Method(name, how) for how in ("lu", "uniform") for name in TOLD)]
+    made = Table(["policy, allocator", *(title for title, _, _ in columns)])
+    for method in told:
+        cells = [_short(found.mean(method, "score", cells)) for _, found, cells in columns]
+        made.rows.append([method.label, *cells])
+    best = [
+        max(
+            (found.mean(m, "score", cells) for m in presses(found)), key=lambda i: (i.n > 0, i.mean)
+        )
+        for _, found, cells in columns
+    ]
+    made.rows.append(["the best press of kvpress in each column", *map(_short, best)])
+    return made
+
+
+def presses(found: Results) -> list[Method]:
+    return [method for method in found.methods if method.policy.startswith("kvpress:")]
+
+
 def ranked(found: Results) -> list[Method]:
     """The full cache, then the best first; last what was not asked everything."""
     full, *others = found.methods
@@ -451,6 +483,10 @@ def report(out: Path, studies: Sequence[str]) -> None:
             text, cells = section(name, found, folder), as_json(found)
         document = written(document, name, text)
         (folder / f"{name}.json").write_text(cells)
+    if all((out / name / "eval.json").is_file() for name in BRIEF):
+        founds = [(model, Results.read(out / name)) for name, model in BRIEF.items()]
+        text = "\n".join(["", *render_table(brief_table(founds)), "", ""])
+        document = written(document, "brief", text)
     DOCUMENT.write_text(document)
 
 

@@ -83,6 +83,20 @@ def test_a_variant_is_told_by_what_it_changes(retention: Any) -> None:
     assert rows[1][4].startswith("-0.33 [")
 
 
+def test_the_brief_table_is_of_settings_and_names_the_best_press(retention: Any) -> None:
+    found = results(retention)
+    better = [line("kvpress:b", "uniform", ("later", "20%"), q, int(q < 2)) for q in range(3)]
+    worse = [line("kvpress:a", "uniform", ("later", "20%"), q, 0) for q in range(3)]
+    more = retention.Results([*found.lines, *worse, *better], CELLS, found.told)
+    table = retention.brief_table([("m", more), ("n", more)])
+    assert table.columns[1:] == ["m, inside", "m, later", "n, inside", "n, later"]
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["full cache"] == ["1.00"] * 4
+    assert rows["nexus, uniform"] == ["0.67", "0.33"] * 2
+    assert rows["knorm, lu"] == ["-"] * 4
+    assert table.rows[-1][1:] == ["-", "0.67"] * 2
+
+
 def test_a_question_without_all_its_cells_is_left_out(retention: Any) -> None:
     found = results(retention)
     own = [one for one in found.lines if one["setting"] != "later" or one["question"] != 0]
