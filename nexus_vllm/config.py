@@ -303,6 +303,17 @@ class Settings(BaseModel):
                 raise PydanticCustomError("variants", "{told}", {"told": told})
         return variants
 
+    @field_validator(
+        *("lam", "eps_tie", "prior_weight", "temperature", "decode_temperature", "smoothing"),
+        *("high_water", "low_water"),
+        mode="before",
+    )
+    @classmethod
+    def _a_number(cls, value: object) -> object:
+        if isinstance(value, bool):  # YAML's yes, which else is 1
+            raise PydanticCustomError("number", "use a number")
+        return value
+
     @field_validator("interval", mode="before")
     @classmethod
     def _known_interval(cls, interval: object) -> object:

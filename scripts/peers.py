@@ -30,12 +30,14 @@ from typing import Any
 from nexus_vllm.config import Settings
 from nexus_vllm.tools.bench import machine, model_folder
 from nexus_vllm.tools.bench_servers import run_command, say
+from nexus_vllm.tools.eval_options import check_baseline, named, natural, seeds, settings, words
 from nexus_vllm.tools.eval_plan import FULL, Job, Method, budget_blocks, stages
 from nexus_vllm.tools.eval_report import Run, as_json, render, summary
 from nexus_vllm.tools.eval_results import (
     FIELDS,
     Results,
     key_of,
+    lines_so_far,
     model_identity,
     samples_identity,
 )
@@ -237,9 +239,8 @@ def of_questions(source: str, **changes: object) -> Suite:
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status. Raises ValueError, with the remedy, for what cannot be done."""
     suite = of_questions(args.suite, prompt_tokens=args.prompt_tokens, settings=args.settings)
-    python = environment()
     if args.setup:
-        print(python)
+        print(environment())
         return 0
     if args.model is None or args.out is None:
         raise ValueError("MODEL and --out are needed, or --setup")
@@ -251,6 +252,7 @@ def run(args: argparse.Namespace) -> int:
     names = args.budgets or suite.budgets
     budgets = {name: budget_blocks(name, suite.prompt_tokens, Settings()) for name in names}
     chosen = plan(made, args.presses, budgets, suite.settings, args.seeds, args.limit)
+    python = environment()
     versions = _output([str(python), str(WORKER), "--versions"])
     identity = {
         "suite": samples_identity(suite, made),
@@ -258,6 +260,9 @@ def run(args: argparse.Namespace) -> int:
         "versions": versions,
         "code": hashlib.sha256(WORKER.read_bytes()).hexdigest()[:16],
     }
+    ours = _other(args.eval, identity)[0] if args.eval else []
+    compared = dict.fromkeys(Method(line["policy"], line["allocator"]) for line in ours)
+    check_baseline(args.baseline, [*(m for m in compared if m != FULL), *chosen.press_of])
     results = Results(args.out, identity)
     left = [job for job in chosen.jobs if not results.has(job)]
     begun = time.monotonic()
@@ -312,12 +317,11 @@ def _report(
         ours, mark = _other(args.eval, identity)
         lines, told["full caches"] = merged(ours, lines, suite.settings, budgets)
         told["versions"] = mark["versions"]
-    policy, _, allocator = args.baseline.partition(",")
     report = Run(
         suite=suite,
         lines=lines,
         budgets=budgets,
-        baseline=Method(policy, allocator or "uniform"),
+        baseline=named(args.baseline or "nexus"),
         told=told,
     )
     (args.out / "eval.json").write_text(as_json(report))
@@ -339,17 +343,11 @@ def _other(
                 f"{folder} is of {key} {mark.get(key)}, not {identity[key]}; run nexus-vllm eval "
                 "with the same MODEL, --suite and --prompt-tokens"
             )
-    # It may be running: what is there is left alone, and a line that is being written is left out.
-    text = (folder / "results.jsonl").read_text(encoding="utf-8").rpartition("\n")[0]
-    return [json.loads(line) for line in text.splitlines()], mark
+    return lines_so_far(folder / "results.jsonl"), mark
 
 
 def _output(command: Sequence[str]) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-
-
-def _words(text: str) -> list[str]:
-    return text.split(",")
 
 
 def main() -> int:
@@ -364,17 +362,17 @@ def main() -> int:
     option("--suite", default="quick", help=f"{', '.join(suites())}, or a YAML file (quick)")
     option(
         "--presses",
-        type=_words,
+        type=words,
         default=list(PRESSES),
         metavar="NAME,...",
         help=f"{', '.join(PRESSES)} (all)",
     )
-    option("--budgets", type=_words, metavar="B,...", help="default: the suite's")
-    option("--settings", type=_words, metavar="S,...", help="in-window, later, or both")
-    option("--seeds", type=lambda t: [int(x) for x in t.split(",")], default=[0], metavar="N,...")
+    option("--budgets", type=words, metavar="B,...", help="default: the suite's")
+    option("--settings", type=settings, metavar="S,...", help="in-window, later, or both")
+    option("--seeds", type=seeds, default=[0], metavar="N,...", help="of presses that draw (0)")
     option("--prompt-tokens", type=int, metavar="N", help="of a haystack; default: the suite's")
-    option("--limit", type=int, metavar="N", help="only the first N questions")
-    option("--baseline", default="nexus", metavar="POLICY[,ALLOCATOR]", help="others minus this")
+    option("--limit", type=natural, metavar="N", help="only the first N questions")
+    option("--baseline", metavar="POLICY[,ALLOCATOR]", help="others minus this (nexus)")
     args = parser.parse_args()
     return run_command("peers", lambda: run(args), "stopped; the same command goes on from here")
 

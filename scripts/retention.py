@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """docs/retention.md: every policy on the same questions, and what each part of Nexus Sampling does.
 
-    scripts/prepare_texts.py                      # once: the essays
-    scripts/retention.py list                     # the studies and their commands, in this clone
-    scripts/retention.py run STUDY ... --out DIR  # a study that was stopped goes on
-    scripts/retention.py report --out DIR         # tables of the studies that are in DIR
+    scripts/prepare_texts.py                           # once: the essays
+    scripts/retention.py list                          # the studies and their commands
+    scripts/retention.py run STUDY ... --out DIR       # a study that was stopped goes on
+    scripts/retention.py report [STUDY ...] --out DIR  # tables of the studies that are in DIR
 
 A study is one run of `nexus-vllm eval` (docs/evaluation.md), in DIR/STUDY, and where kvpress is
 asked the same questions one of scripts/peers.py, in DIR/STUDY/peers. `report` writes its table
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -32,9 +33,11 @@ from nexus_vllm.config import Settings
 from nexus_vllm.policies import POLICIES
 from nexus_vllm.tools import eval_plots, eval_streams
 from nexus_vllm.tools.bench_plots import COLOURS, GREY, STYLE, installed
-from nexus_vllm.tools.bench_report import Table, render_table
+from nexus_vllm.tools.bench_report import Table, finite, render_table
+from nexus_vllm.tools.bench_servers import run_command
 from nexus_vllm.tools.eval_plan import FULL, Method
 from nexus_vllm.tools.eval_report import Interval, Line, Run, by_question, difference, mean
+from nexus_vllm.tools.eval_results import lines_so_far
 from nexus_vllm.tools.eval_suite import load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +54,8 @@ ASKED = ("setting", "policy", "allocator", "budget")
 class Study:
     """One run of `nexus-vllm eval`.
 
-    config: a file in configs/studies; with `variants`, all of its variants are asked for, too.
+    config: a file in configs/studies; with `variants`, they are asked for beside `nexus`: `only`
+      these, or all.
     peers: options of scripts/peers.py, where kvpress is asked the same.
     """
 
@@ -59,6 +63,7 @@ class Study:
     suite: str
     options: tuple[str, ...]
     config: str | None = None
+    only: tuple[str, ...] = ()
     peers: tuple[str, ...] | None = None
 
     @property
@@ -79,7 +84,8 @@ class Study:
         """What is asked for of `config`, in its order."""
         if self.config is None:
             return []
-        return ["nexus", *Settings.from_source(str(STUDIES / self.config)).variants]
+        known = Settings.from_source(str(STUDIES / self.config)).variants
+        return ["nexus", *(name for name in known if name in (self.only or known))]
 
     def commands(self, out: Path) -> list[list[str]]:
         """All that a study is made of."""
@@ -95,15 +101,19 @@ ONCE = [name for name, policy in POLICIES.items() if not policy.needs_replay]
 BOTH = ("--budgets", "20%,10%")
 LU = ("--allocators", "lu", *BOTH)
 FEW = (
-    *("--policies", "nexus,snapkv,cake,h2o,expected-attention,vase,knorm,keydiff,streaming-llm"),
+    *("--policies", "nexus,snapkv,cake,expected-attention,knorm,keydiff,streaming-llm"),
     *("--allocators", "uniform,lu", *BOTH),
+)
+ASKED_OF_PRIOR = (
+    *("no-prior", "knorm-0.3", "knorm-0.7", "keydiff-0.3", "keydiff-0.7"),
+    *("recency-2", "sink-0", "max-rows", "max-heads", "max-both", "topk"),
 )
 OF = {
     "quick": Study(SMOL, "quick", ()),
     "policies": Study(
         SMOL,
         "retention",
-        ("--allocators", "uniform,per-head,lu", *BOTH),
+        ("--allocators", "uniform,lu", *BOTH),
         peers=BOTH,
     ),
     "policies-large": Study(
@@ -113,9 +123,9 @@ OF = {
         peers=BOTH,
     ),
     "policies-4k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "4096", "--limit", "20")),
-    "policies-7k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "7168", "--limit", "20")),
+    "policies-7k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "7168", "--limit", "10")),
     "policies-large-4k": Study(
-        QWEN, "retention-large", (*FEW, "--prompt-tokens", "4096", "--limit", "20")
+        QWEN, "retention-large", (*FEW, "--prompt-tokens", "4096", "--limit", "10")
     ),
     "kvzip-large": Study(
         QWEN,
@@ -131,11 +141,11 @@ OF = {
         (
             *("--policies", "nexus,snapkv,knorm"),
             *("--allocators", "uniform,per-head,pyramid,ada,cake,global,lu"),
-            *BOTH,
+            *(*BOTH, "--limit", "20"),
         ),
     ),
-    "prior": Study(SMOL, "retention", LU, config="prior.yaml"),
-    "prior-large": Study(QWEN, "retention-large", LU, config="prior.yaml"),
+    "prior": Study(SMOL, "retention", LU, config="prior.yaml", only=ASKED_OF_PRIOR),
+    "prior-large": Study(QWEN, "retention-large", LU, config="prior.yaml", only=ASKED_OF_PRIOR),
     "ablation": Study(
         SMOL, "retention", ("--allocators", "uniform,lu", *BOTH), config="ablation.yaml"
     ),
@@ -163,21 +173,22 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path, order: Sequence[str] = ()) -> Results:
-        """Of a study's folder: the results that its last report is of, policies in this order."""
+        """Of a study's folder: the results that its last report is of, policies in this order.
+
+        Those of folders in it are added: `peers`, or a run of other policies.
+        """
         report = json.loads((folder / "eval.json").read_text())
         told = {tuple(cell[key] for key in ASKED) for cell in report["cells"]}
-        lines = [json.loads(line) for line in (folder / "results.jsonl").open()]
         lines = [
             line
-            for line in lines
+            for line in lines_so_far(folder / "results.jsonl")
             if line["policy"] == FULL.policy or tuple(line[key] for key in ASKED) in told
         ]
         place = {name: at for at, name in enumerate(order)}
         lines.sort(key=lambda line: place.get(line["policy"], -1))
-        peers = folder / "peers" / "results.jsonl"
-        if peers.is_file():
-            theirs = (json.loads(line) for line in peers.open())
-            lines += [line for line in theirs if line["policy"] != FULL.policy]
+        for more in sorted(folder.glob("*/results.jsonl")):
+            _check_same(folder, more.parent)
+            lines += [line for line in lines_so_far(more) if line["policy"] != FULL.policy]
         asked = {(cell["setting"], cell["budget"]): None for cell in report["cells"]}
         cells = [cell for cell in asked if cell[1] != "full"]
         return cls(lines, cells, report["told"])
@@ -215,6 +226,17 @@ class Results:
         return difference(ours, theirs)
 
 
+def _check_same(ours: Path, theirs: Path) -> None:
+    """Raise ValueError where the two folders are not of the same questions and model."""
+    one, other = (json.loads((folder / "run.json").read_text()) for folder in (ours, theirs))
+    for key in ("suite", "model"):
+        if one.get(key) != other.get(key):
+            raise ValueError(
+                f"{theirs} is of {key} {other.get(key)}, {ours} of {one.get(key)}: remove the one "
+                "that is older, and run the study again"
+            )
+
+
 def whole_table(found: Results) -> Table:
     """A row for each method, the best first: score in each cell, then the mean of all cells."""
     names = [f"{SHORT[setting]} {budget}" for setting, budget in found.cells]
@@ -225,6 +247,38 @@ def whole_table(found: Results) -> Table:
         logprob = found.mean(method, "logprob", found.cells)
         made.rows.append([method.label, *cells, str(score), _short(logprob)])
     return made
+
+
+BRIEF = {"policies": "SmolLM2-135M", "policies-large": "Qwen2.5-Coder-0.5B"}
+"""Studies of the table that comes first, and their models."""
+TOLD = ("nexus", "snapkv", "cake", "knorm", "keydiff", "streaming-llm", "random")
+
+
+def brief_table(founds: Sequence[tuple[str, Results]]) -> Table:
+    """A row for each method of TOLD, and the best press: each model's score by setting, as means
+    of its budgets."""
+    columns = [
+        (f"{model}, {SHORT[setting]}", found, [c for c in found.cells if c[0] == setting])
+        for model, found in founds
+        for setting in dict.fromkeys(setting for setting, _ in found.cells)
+    ]
+    told = [FULL, *(Method(name, how) for how in ("lu", "uniform") for name in TOLD)]
+    made = Table(["policy, allocator", *(title for title, _, _ in columns)])
+    for method in told:
+        cells = [_short(found.mean(method, "score", cells)) for _, found, cells in columns]
+        made.rows.append([method.label, *cells])
+    best = [
+        max(
+            (found.mean(m, "score", cells) for m in presses(found)), key=lambda i: (i.n > 0, i.mean)
+        )
+        for _, found, cells in columns
+    ]
+    made.rows.append(["the best press of kvpress in each column", *map(_short, best)])
+    return made
+
+
+def presses(found: Results) -> list[Method]:
+    return [method for method in found.methods if method.policy.startswith("kvpress:")]
 
 
 def ranked(found: Results) -> list[Method]:
@@ -348,7 +402,7 @@ def as_json(found: Results) -> str:
                 interval = found.mean(method, measure, [cell])
                 numbers = (interval.mean, interval.low, interval.high)
                 told |= {measure: [round(number, 4) for number in numbers], "n": interval.n}
-            rows.append(json.dumps(told))
+            rows.append(json.dumps(finite(told)))
     cells = ",\n  ".join(rows)
     return f'{{"told": {json.dumps(found.told)},\n "cells": [\n  {cells}\n ]}}\n'
 
@@ -365,17 +419,23 @@ def section(name: str, found: Results, folder: Path) -> str:
     """What the report says of one study, and its figure."""
     parts = name in PARTS
     (draw_parts if parts else draw_whole)(found, folder / f"{name}.svg")
-    asked = {(line["sample"], line["question"]) for line in found.lines}
-    haystacks = len({sample for sample, _ in asked})
-    counted = f"{len(asked)} questions a cell about {haystacks} haystacks"
+    haystacks = len({line["sample"] for line in found.lines})
+    counted = f"{_questions(found)} questions a cell about {haystacks} haystacks"
     table = (parts_table if parts else whole_table)(found)
     return _section(name, found.told, counted, render_table(table))
+
+
+def _questions(found: Results) -> str:
+    """How many questions a cell has; from how many to how many, where a run is not through."""
+    sizes = {len(found.values(m, "score", [cell])) for m in found.methods for cell in found.cells}
+    fewest, most = min(sizes - {0}, default=0), max(sizes)
+    return str(most) if fewest == most else f"{fewest} to {most}"
 
 
 def stream_section(name: str, study: Study, out: Path, folder: Path) -> str:
     """The same of a study that decodes."""
     report = json.loads((out / "eval.json").read_text())
-    lines = [json.loads(line) for line in (out / "results.jsonl").open()]
+    lines = lines_so_far(out / "results.jsonl")
     run = Run(
         suite=load(study.suite),
         lines=eval_streams.askings(lines),
@@ -406,11 +466,13 @@ def _section(name: str, told: dict[str, str], counted: str, table: Sequence[str]
     return "\n" + "\n".join(lines) + "\n\n"
 
 
-def report(out: Path) -> None:
+def report(out: Path, studies: Sequence[str]) -> None:
     document, folder = DOCUMENT.read_text(), DOCUMENT.parent / "retention"
     folder.mkdir(exist_ok=True)
-    for name, study in OF.items():
-        if not (out / name / "eval.json").is_file():
+    for name in studies:
+        study, told = OF[name], out / name / "eval.json"
+        # A run that was stopped in the full cache has a report without a cell.
+        if not told.is_file() or not json.loads(told.read_text())["cells"]:
             print(f"{name}: no report in {out / name}, left as it is", file=sys.stderr)
             continue
         if load(study.suite).decode:
@@ -421,6 +483,10 @@ def report(out: Path) -> None:
             text, cells = section(name, found, folder), as_json(found)
         document = written(document, name, text)
         (folder / f"{name}.json").write_text(cells)
+    if all((out / name / "eval.json").is_file() for name in BRIEF):
+        founds = [(model, Results.read(out / name)) for name, model in BRIEF.items()]
+        text = "\n".join(["", *render_table(brief_table(founds)), "", ""])
+        document = written(document, "brief", text)
     DOCUMENT.write_text(document)
 
 
@@ -432,16 +498,23 @@ def main() -> int:
     parser.add_argument("study", nargs="*", choices=(*OF, []), metavar="STUDY", help=", ".join(OF))
     parser.add_argument("--out", type=Path, default=Path("retention"), metavar="DIR")
     args = parser.parse_args()
+    return run_command("retention", lambda: run(args), "stopped; `run` goes on from here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status. Raises RuntimeError where a study ends with an error."""
+    studies = list(args.study or OF)
     if args.what == "list":
-        for name, study in OF.items():
-            for command in study.commands(args.out / name):
-                print(f"{name}: {' '.join(command)}")
+        for name in studies:
+            for command in OF[name].commands(args.out / name):
+                print(f"{name}: {shlex.join(command)}")
     elif args.what == "run":
-        for name in args.study or OF:
+        for name in studies:
             for command in OF[name].commands(args.out.resolve() / name):
-                subprocess.run(command, check=True, cwd=ROOT)
+                if status := subprocess.run(command, check=False, cwd=ROOT).returncode:
+                    raise RuntimeError(f"{name}: {command[0]} ended with status {status}")
     elif installed():  # says so itself where there is no matplotlib
-        report(args.out)
+        report(args.out, studies)
     else:
         return 1
     return 0

@@ -127,6 +127,8 @@ def make(name: str, settings: object = None) -> Policy:
         )
     kinds = get_type_hints(policy)
     for key, value in own.items():
+        if isinstance(value, bool) and kinds[key] in (int, float):  # YAML's yes, which else is 1
+            raise ValueError(f"{name}: {key} is {value!r}: use a number")
         try:
             own[key] = TypeAdapter(kinds[key]).validate_python(value)
         except ValidationError as error:

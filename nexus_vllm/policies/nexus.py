@@ -122,8 +122,8 @@ class Nexus(Policy):
         score = direct + self.lam * counted.sum(-1, keepdim=True) * walk
         if self.prior != "none":
             score = self._with_prior(obs, score)
-        weights = pool(score, self.pool_heads, -2) + self.eps_tie * age_rank(obs.block_ids)
-        return weights, walk.mean(-2)
+        age = age_rank(obs.block_ids, obs.valid)
+        return pool(score, self.pool_heads, -2) + self.eps_tie * age, walk.mean(-2)
 
     def _with_prior(self, obs: Observation, score: Tensor) -> Tensor:
         """score, [..., H', N], and what the keys of each head tell."""
@@ -177,7 +177,13 @@ def _normalise(x: Tensor) -> Tensor:
     return x / x.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
 
 
-def age_rank(block_ids: Tensor) -> Tensor:
-    """Rank of each block by original position, [..., N] float32: oldest 0, newest 1 (N = 1: 0)."""
-    rank = block_ids.argsort(dim=-1).argsort(dim=-1)
-    return rank.to(torch.float32) / max(1, block_ids.shape[-1] - 1)
+def age_rank(block_ids: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Rank of each block by original position, [..., N] float32: oldest 0, newest 1 (N = 1: 0).
+
+    valid: as in `Observation`. Padding comes after all blocks, and how much there is, which is
+    other rows' doing, does not count.
+    """
+    rank = block_ids.argsort(dim=-1).argsort(dim=-1).to(torch.float32)
+    if valid is None:
+        return rank / max(1, block_ids.shape[-1] - 1)
+    return rank / (valid.sum(-1, keepdim=True) - 1).clamp(min=1)

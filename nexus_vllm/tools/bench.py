@@ -149,7 +149,10 @@ def _typed(args: argparse.Namespace) -> str:
 def model_folder(model: Path) -> Path:
     """As an absolute path. Raises ValueError where it is none."""
     if not (model / "config.json").is_file():
-        raise ValueError(f"{model} is not the folder of a model; scripts/prepare_model.py")
+        raise ValueError(
+            f"{model} is not the folder of a model (it has no config.json): download the model and "
+            "name its folder; in the clone, scripts/prepare_model.py prints that of the bundled one"
+        )
     return model.resolve()
 
 

@@ -95,7 +95,7 @@ def budget_blocks(budget: str, tokens: int, settings: Settings, decodes: bool = 
     if not least <= blocks <= most:
         raise ValueError(
             f"budget {budget} of {tokens} tokens is {blocks} blocks of {BLOCK}: use {least} to "
-            f"{most} blocks"
+            f"{most} blocks ({least * BLOCK} to {most * BLOCK} tokens), or a share of as many"
         )
     return blocks
 

@@ -27,9 +27,9 @@ class Results:
     def __init__(self, folder: Path, identity: Mapping[str, str]) -> None:
         self.path, mark = folder / "results.jsonl", folder / "run.json"
         folder.mkdir(parents=True, exist_ok=True)
-        self.lines = _whole_lines(self.path)
+        self.lines = _whole_lines(self.path, FIELDS)
         if self.lines:
-            known = json.loads(mark.read_text()) if mark.exists() else {}
+            known = _identity(mark)
             if changed := sorted(k for k in {*known, *identity} if known.get(k) != identity.get(k)):
                 was = "; ".join(f"{key} was {known.get(key)}" for key in changed)
                 raise ValueError(
@@ -70,18 +70,46 @@ def _append(path: Path, line: Mapping[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
+def _identity(mark: Path) -> dict[str, str]:
+    """What run.json says, nothing where there is none."""
+    try:
+        known = json.loads(mark.read_text()) if mark.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{mark} is not of nexus-vllm eval: {error}") from None
+    if not isinstance(known, dict):
+        raise ValueError(f"{mark} is not of nexus-vllm eval: it holds no mapping")
+    return known
+
+
+def _whole_lines(path: Path, fields: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The lines of the file; a last one that was cut off is taken out of it."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    whole, _, cut = text.rpartition("\n")
+    whole, newline, cut = path.read_text(encoding="utf-8").rpartition("\n")
+    lines = _parsed(path, whole, fields)
     if cut:
-        path.write_text(whole + "\n" if whole else "", encoding="utf-8")
+        path.write_text(whole + newline, encoding="utf-8")
+    return lines
+
+
+def lines_so_far(path: Path) -> list[dict[str, Any]]:
+    """The results in the file of a run that may be going on: it is left alone, and a line that is
+    being written is left out."""
+    return _parsed(path, path.read_text(encoding="utf-8").rpartition("\n")[0], FIELDS)
+
+
+def _parsed(path: Path, text: str, fields: Sequence[str]) -> list[dict[str, Any]]:
+    """A mapping from each line, with these fields at least."""
     try:
-        return [json.loads(line) for line in whole.splitlines()]
+        lines = [json.loads(line) for line in text.splitlines()]
     except ValueError as error:
         raise ValueError(f"{path} is not of nexus-vllm eval: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line, dict) or not line.keys() >= {*fields}:
+            raise ValueError(
+                f"{path} is not of nexus-vllm eval: line {number} lacks {', '.join(fields)}"
+            )
+    return lines
 
 
 def samples_identity(suite: Suite, samples: Sequence[Sample]) -> str:

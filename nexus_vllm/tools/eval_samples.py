@@ -15,6 +15,7 @@ from pathlib import Path
 
 from nexus_vllm.tools.eval_suite import (
     BLOCK,
+    COMMON,
     CommonWordsTask,
     CopyTask,
     Decode,
@@ -36,7 +37,6 @@ NOISE = (
     "There and back again.",
 )  # RULER's
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-COMMON = 10  # words that are ten times as common as the others
 LONGEST = 40  # words of one sentence of filler
 
 Encode = Callable[[str], list[int]]

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from nexus_vllm.config import PRESET_SUFFIX, config_folder, nearest, shown
 
 BLOCK = 32
+COMMON = 10  # words that are ten times as common as the others
 SETTINGS = ("in-window", "later")
 DECODE = "decode"  # the only one of a suite that decodes
 
@@ -84,6 +85,14 @@ class CopyTask(_Part):
     cue: int = Field(default=4, ge=1)
     values: str = "nouns"
 
+    @model_validator(mode="after")
+    def _something_asked(self) -> "CopyTask":
+        if self.cue >= self.words:
+            raise ValueError(
+                f"cue={self.cue} leaves nothing to ask for: use at most {self.words - 1}"
+            )
+        return self
+
     @property
     def name(self) -> str:
         return self.task
@@ -126,9 +135,32 @@ class NeedleTask(_Part):
             raise ValueError(f"questions={self.questions} is not allowed: use keys={self.keys}")
         return self
 
+    @model_validator(mode="after")
+    def _fillable(self) -> "NeedleTask":
+        marks = {"key": "<key>", "value": "<value>"}
+        several = ["key"] if self.keys > 1 else []
+        for field, known, needed in (
+            ("sentence", ["key", "value"], [*several, "value"]),
+            ("ask", ["key"], several),
+        ):
+            text = getattr(self, field)
+            try:
+                filled = text.format(**{name: marks[name] for name in known})
+            except (ValueError, LookupError, AttributeError):
+                raise ValueError(
+                    f"{field} {shown(text)} may have no braces but {_holes(known)}"
+                ) from None
+            if not all(marks[name] in filled for name in needed):
+                raise ValueError(f"{field} {shown(text)} must have {_holes(needed)}")
+        return self
+
     @property
     def name(self) -> str:
         return self.label
+
+
+def _holes(names: Sequence[str]) -> str:
+    return " and ".join(f"{{{name}}}" for name in names)
 
 
 class VariablesTask(_Part):
@@ -174,6 +206,9 @@ class Group(_Part):
                 raise ValueError(f"nothing is worth quoting in a haystack of {made[0]}")
             if task.task == "common-words" and {h.source for h in self.haystacks} != {task.task}:
                 raise ValueError("the task common-words needs haystacks of source common-words")
+        for once in ("passkey", "copy", "common-words"):
+            if sum(task.task == once for task in self.tasks) > 1:
+                raise ValueError(f"two tasks {once} in a group ask the same of a haystack: use one")
         return self
 
 
@@ -209,8 +244,10 @@ class Suite(_Part):
     about: str
     seed: int = 0
     prompt_tokens: int = Field(ge=8 * BLOCK, multiple_of=BLOCK)
-    settings: tuple[Literal["in-window", "later"], ...] = ("in-window", "later")
-    budgets: tuple[str, ...] = ("50%", "20%", "10%")
+    settings: tuple[Literal["in-window", "later"], ...] = Field(
+        default=("in-window", "later"), min_length=1
+    )
+    budgets: tuple[str, ...] = Field(default=("50%", "20%", "10%"), min_length=1)
     depths: tuple[float, float] = (0.05, 0.85)
     """First and last place of what is planted, as shares of the haystack."""
     decode: Decode | None = None
@@ -222,6 +259,13 @@ class Suite(_Part):
     def _consistent(self) -> "Suite":
         if not 0 <= self.depths[0] < self.depths[1] <= 0.95:
             raise ValueError(f"depths={list(self.depths)} must rise within 0 to 0.95")
+        for field in ("settings", "budgets"):
+            given = getattr(self, field)
+            if twice := [name for name in given if given.count(name) > 1]:
+                raise ValueError(f"{field} has {twice[0]} twice; keep one of them")
+        for name, words in self.words.items():
+            if not all(word.strip() for word in words):
+                raise ValueError(f"words.{name} has one that is empty; take it out")
         for fact in self.facts:
             self._list(fact.values)
         for group in self.groups:
@@ -231,10 +275,20 @@ class Suite(_Part):
                 raise ValueError(f"{asked} facts are asked for and {len(self.facts)} given")
             for task in group.tasks:
                 if task.task == "copy":
-                    self._list(task.values)
-                if task.task in ("needle", "common-words"):
-                    self._list("nouns")
+                    self._list(task.values, task.words)
+                if task.task == "needle":
+                    self._list("nouns", 2)
+                    self._names(task.keys)
+                if task.task == "common-words":
+                    self._list("nouns", COMMON)
         return self
+
+    def _names(self, keys: int) -> None:
+        """Keys are ordered pairs of nouns."""
+        nouns = len(set(self.words["nouns"]))
+        most = nouns * (nouns - 1)
+        if keys > most:
+            raise ValueError(f"keys={keys} is not allowed: {nouns} nouns name {most}; give more")
 
     def _askable(self, group: Group) -> None:
         if self.decode is None:
@@ -269,10 +323,16 @@ class Suite(_Part):
         """What budgets are shares of: a haystack, and what is decoded after it."""
         return self.prompt_tokens + (self.decode.tokens if self.decode else 0)
 
-    def _list(self, name: str) -> None:
-        if name != "digits" and not self.words.get(name):
-            known = ", ".join(["digits", *self.words])
+    def _list(self, name: str, least: int = 0) -> None:
+        """There must be a list of this name; where `least` words are drawn from it, with so many
+        different ones."""
+        if not self.words.get(name) and (least or name != "digits"):
+            known = ", ".join([*([] if least else ["digits"]), *self.words])
             raise ValueError(f"values {shown(name)} is no list of words; known: {known}")
+        if least and len(set(self.words[name])) < least:
+            raise ValueError(
+                f"words.{name} has {len(set(self.words[name]))} different words, {least} are drawn"
+            )
 
 
 def suites() -> list[str]:
@@ -320,7 +380,9 @@ def _read(source: str) -> tuple[Path, dict[str, Any]]:
         told = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
-    if not isinstance(told, dict):
+    except Exception as error:  # PyYAML lets through what fails in it: KeyError, AttributeError
+        raise ValueError(f"cannot read {path}: {error!r}") from None
+    if not isinstance(told, dict) or not all(isinstance(key, str) for key in told):
         raise ValueError(f"{path} must be a mapping, not {shown(told)}")
     return path, told
 
@@ -332,11 +394,17 @@ def _placed(haystacks: Sequence[Haystack], folder: Path) -> tuple[Haystack, ...]
             file = folder / haystack.file.expanduser()
             if not file.is_file():
                 raise ValueError(f"haystack {file} is no file")
+            try:
+                file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"haystack {file} is not UTF-8: {error}") from None
             haystack = haystack.model_copy(update={"file": file})
         placed.append(haystack)
     return tuple(placed)
 
 
-def _told(error: object) -> str:
-    place = ".".join(map(str, error["loc"]))  # type: ignore[index]
-    return f"{place}: {error['msg']}" if place else str(error["msg"])  # type: ignore[index]
+def _told(error: Any) -> str:
+    place = ".".join(map(str, error["loc"]))
+    if isinstance(error["input"], dict):  # of a whole part of the suite, not of one value
+        return f"{place}: {error['msg']}" if place else str(error["msg"])
+    return f"{place}={shown(error['input'])}: {error['msg']}"

@@ -31,13 +31,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
 import nexus_vllm
 from nexus_vllm import policies
-from nexus_vllm.config import POLICIES, Settings
+from nexus_vllm.config import ALLOCATORS, POLICIES, Settings, nearest
 from nexus_vllm.replay import ROOM
 from nexus_vllm.server.routes import ROOT
 from nexus_vllm.tools import eval_plots, eval_report, eval_streams
@@ -51,7 +51,9 @@ from nexus_vllm.tools.bench_servers import (
     run_command,
     say,
 )
+from nexus_vllm.tools.eval_options import natural, seeds, settings, words
 from nexus_vllm.tools.eval_plan import (
+    FULL,
     Job,
     Method,
     Stage,
@@ -72,7 +74,7 @@ from nexus_vllm.tools.eval_results import (
     samples_identity,
 )
 from nexus_vllm.tools.eval_samples import Sample, samples, tokenizing
-from nexus_vllm.tools.eval_suite import BLOCK, SETTINGS, Suite, load, suites
+from nexus_vllm.tools.eval_suite import BLOCK, Suite, load, suites
 
 FORCING = "nexus_vllm.tools.forcing:Forcing"
 STREAMS = 8  # at a time, where the suite decodes: a step for several costs little more than for one
@@ -90,29 +92,35 @@ def add_to(commands: Any) -> None:
     option = parser.add_argument
     option("--out", type=Path, required=True, metavar="DIR", help="eval.md, eval.json and results")
     option("--suite", default="quick", help=f"{', '.join(suites())}, or a YAML file (quick)")
-    option("--policies", type=_words, metavar="NAME,...", help="default: all")
+    option("--policies", type=words, metavar="NAME,...", help="default: all")
     option(
         "--allocators",
-        type=_words,
+        type=words,
         metavar="NAME,...",
         help="for each policy; default: uniform, and for nexus auto as well",
     )
-    option("--budgets", type=_words, metavar="B,...", help="default: the suite's")
-    option("--settings", type=_settings, metavar="S,...", help="in-window, later, or both")
-    option("--seeds", type=_numbers, default=[0], metavar="N,...", help="of the requests (0)")
+    option("--budgets", type=words, metavar="B,...", help="default: the suite's")
+    option("--settings", type=settings, metavar="S,...", help="in-window, later, or both")
+    option("--seeds", type=seeds, default=[0], metavar="N,...", help="of the requests (0)")
     option("--prompt-tokens", type=int, metavar="N", help="of a haystack; default: the suite's")
-    option("--limit", type=_natural, metavar="N", help="only the first N questions, or streams")
-    option("--baseline", default="nexus", metavar="POLICY[,ALLOCATOR]", help="others minus this")
+    option("--limit", type=natural, metavar="N", help="only the first N questions, or streams")
+    option("--baseline", metavar="POLICY[,ALLOCATOR]", help="others minus this (nexus)")
     option("--base-url", metavar="URL", help="of a server that is up, with --kv-eviction")
     option(
         "--concurrency",
-        type=_natural,
+        type=natural,
         metavar="N",
         help=f"requests at a time (1; {STREAMS} where the suite decodes)",
     )
     server = parser.add_argument_group("our own server")
     server.add_argument("--kv-eviction-config", metavar="SOURCE", help="as for vllm serve")
-    server.add_argument("--serve-args", type=shlex.split, default=[], metavar="ARGS")
+    server.add_argument(
+        "--serve-args",
+        type=shlex.split,
+        default=[],
+        metavar="ARGS",
+        help="more options of vllm serve: --serve-args='--max-model-len 4096'",
+    )
     parser.set_defaults(run=run)
 
 
@@ -132,11 +140,23 @@ def _run(args: argparse.Namespace) -> int:
         )
     made = samples(suite, host.encode, host.first)
     names, decodes = args.budgets or suite.budgets, suite.decode is not None
+    methods, own = _methods(args.policies, args.allocators), not args.base_url
+    if own:  # another server may have policies that are not installed here
+        _check(methods, host.settings)
+    if BLOCK % host.settings.block_size:
+        raise ValueError(
+            f"block_size={host.settings.block_size} is not allowed: budgets here are blocks of "
+            f"{BLOCK} tokens; use a divisor of that"
+        )
     budgets = {
         name: budget_blocks(name, suite.whole_tokens, host.settings, decodes) for name in names
     }
-    methods = _methods(args.policies, args.allocators)
-    own = not args.base_url
+    for method, name in product(methods, names):  # a variant may need more
+        try:
+            budget_blocks(name, suite.whole_tokens, host.settings.of(method.policy), decodes)
+        except ValueError as error:
+            raise ValueError(f"{method.policy}: {error}") from None
+    baseline = _baseline(args.baseline, methods)
     plan = stages(made, methods, budgets, suite.modes, args.seeds, args.limit, own)
     identity = {"suite": samples_identity(suite, made), **host.identity()}
     results = Results(args.out, identity)
@@ -160,7 +180,7 @@ def _run(args: argparse.Namespace) -> int:
         if lines:
             took = f"{time.monotonic() - begun:.0f} s for {len(lines) - done} of them"
             told["results"] = f"{len(lines)} of {len(planned)}; the last run took {took}"
-            text = _report(args, suite, evaluation, lines, told)
+            text = _report(args, suite, baseline, evaluation, lines, told)
             print(text)
     return 1 if evaluation.failures else 0
 
@@ -168,19 +188,19 @@ def _run(args: argparse.Namespace) -> int:
 def _report(
     args: argparse.Namespace,
     suite: Suite,
+    baseline: Method,
     evaluation: "Evaluation",
     lines: Sequence[Mapping[str, Any]],
     told: Mapping[str, str],
 ) -> str:
     """Write eval.md, eval.json and the plots; returns what to print."""
-    policy, _, allocator = args.baseline.partition(",")
     streams = suite.decode is not None
     report = Run(
         suite=suite,
         lines=eval_streams.askings(lines) if streams else lines,
         texts=eval_streams.passages(lines) if streams else (),
         budgets=args.budgets or suite.budgets,
-        baseline=Method(policy, allocator or "uniform"),
+        baseline=baseline,
         told=told,
         failures=evaluation.failures,
         passes=evaluation.results.passes,
@@ -193,12 +213,33 @@ def _report(
 
 
 def _methods(policies: Sequence[str] | None, allocators: Sequence[str] | None) -> list[Method]:
-    """All that are asked for. Equal terms by default, and what the product itself would do."""
-    asked = policies or POLICIES
+    """All that are asked for, beside the full cache. Equal terms by default, and what the product
+    itself would do."""
+    asked = [p for p in policies or POLICIES if p != FULL.policy]
     made = [Method(p, a) for p in asked for a in allocators or ("uniform",)]
     if not allocators and "nexus" in asked:
         made.insert(1 + made.index(Method("nexus", "uniform")), Method("nexus", "auto"))
     return list(dict.fromkeys(made))
+
+
+def _check(methods: Sequence[Method], settings: Settings) -> None:
+    """Raise ValueError on a policy or an allocator that a server with these settings lacks."""
+    for kind, known in (("policy", settings.choices), ("allocator", ("auto", *ALLOCATORS))):
+        for method in methods:
+            if (name := getattr(method, kind)) not in known:
+                raise ValueError(f"there is no {kind} {name!r}. {nearest(name, known)}")
+
+
+def _baseline(asked: str | None, methods: Sequence[Method]) -> Method:
+    """What the others are compared with: if no allocator is named, at `uniform`, or where that is
+    not asked, at the first that is. Raises ValueError where a baseline is named and not asked."""
+    policy, _, allocator = (asked or "nexus").partition(",")
+    even = Method(policy, allocator or "uniform")
+    found = [m for m in methods if m == even or (m.policy == policy and not allocator)]
+    if asked and not found:
+        known = " or ".join(f"{m.policy},{m.allocator}" for m in methods)
+        raise ValueError(f"--baseline {asked} is not among what is asked: use {known}")
+    return even if even in found or not found else found[0]
 
 
 class Own:
@@ -303,6 +344,11 @@ class Remote:
         except urllib.error.HTTPError as error:
             raise ValueError(
                 f"{args.base_url}: HTTP {error.code} from {error.url}; start it with --kv-eviction"
+            ) from None
+        except OSError as error:
+            raise ValueError(
+                f"{args.base_url} does not answer: {getattr(error, 'reason', error)}; use the URL "
+                "of a server that is up, such as http://localhost:8000"
             ) from None
         found = [m for m in models if str(args.model) in (m["id"], m.get("root"))]
         if not found:
@@ -480,24 +526,3 @@ def _typed(args: argparse.Namespace) -> str:
         shown.append(item)
         before = item
     return shlex.join(shown)
-
-
-def _words(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _settings(text: str) -> list[str]:
-    for name in (names := _words(text)):
-        if name not in SETTINGS:
-            raise argparse.ArgumentTypeError(f"no setting {name!r}: {', '.join(SETTINGS)}")
-    return names
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(item) for item in text.split(",")]
-
-
-def _natural(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number

@@ -335,3 +335,17 @@ def test_a_variant_is_a_policy_with_settings_of_its_own() -> None:
 
 def test_the_allocators_are_those_of_the_registry() -> None:
     assert tuple(allocators.names()) == ALLOCATORS
+
+
+FRACTIONS = [
+    name
+    for name, field in Settings.model_fields.items()
+    if field.annotation in (float, float | None)
+]
+
+
+def test_yes_is_no_number() -> None:
+    assert {"prior_weight", "temperature", "decode_temperature"} <= {*FRACTIONS}
+    for name in [*FRACTIONS, "lambda"]:
+        with pytest.raises(ValueError, match=f"{name}=True: use a number"):
+            Settings.from_source({name: True})

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nexus_vllm.config import Settings
 from nexus_vllm.engine.hooks import SUPPORTED_TOLD
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,3 +46,20 @@ def test_every_test_that_a_document_names_exists(document: Path) -> None:
 )
 def test_the_supported_versions_are_told(document: str) -> None:
     assert f"vLLM {SUPPORTED_TOLD}" in (ROOT / document).read_text()
+
+
+DEFAULT = re.compile(r"`(\w+): ([^`]+)`,?\s\(?the\s+default\b")
+
+
+@pytest.mark.parametrize("document", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+def test_what_a_document_calls_the_default_is_it(document: Path) -> None:
+    usual = Settings().to_json()
+    for name, value in DEFAULT.findall(document.read_text()):
+        assert str(usual[name]) == value, f"{document.name}: {name}: {value}"
+
+
+def test_a_default_is_found() -> None:
+    assert DEFAULT.findall("`prior: knorm`, the default) and `n: 5` (the\ndefault, or 1)") == [
+        ("prior", "knorm"),
+        ("n", "5"),
+    ]

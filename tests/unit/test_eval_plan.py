@@ -226,7 +226,7 @@ def test_a_stream_is_said_whole_after_its_haystack() -> None:
 def test_a_budget_of_a_stream_is_of_all_of_it_and_must_be_exceeded() -> None:
     assert budget_blocks("20%", 3072, Settings(), decodes=True) == 19
     assert budget_blocks("3008", 3072, Settings(interval=32), decodes=True) == 94
-    with pytest.raises(ValueError, match="use 3 to 93 blocks"):
+    with pytest.raises(ValueError, match=r"use 3 to 93 blocks \(96 to 2976 tokens\)"):
         budget_blocks("3008", 3072, Settings(interval=64), decodes=True)
 
 

@@ -56,6 +56,10 @@ def suite_file(folder: Path, **changed: Any) -> str:
     return str(path)
 
 
+COPY = {"task": "copy", "questions": 1}
+NEEDLE = {"task": "needle", "label": "x", "questions": 1}
+
+
 def group(source: str, *tasks: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
     return [{"haystacks": [{"source": source, **more}], "tasks": list(tasks)}]
 
@@ -349,8 +353,8 @@ def test_needles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"promt_tokens": 64}, "promt_tokens: Extra inputs"),
-        ({"prompt_tokens": 500}, "prompt_tokens: .*multiple of 32"),
+        ({"promt_tokens": 64}, "promt_tokens=64: Extra inputs"),
+        ({"prompt_tokens": 500}, "prompt_tokens=500: .*multiple of 32"),
         ({"depths": [0.5, 0.2]}, "depths=.* must rise"),
         ({"groups": group("noise", {"task": "fact", "questions": 4})}, "4 facts .* and 3 given"),
         ({"groups": group("noise", {"task": "quote", "questions": 1})}, "worth quoting .* noise"),
@@ -373,6 +377,35 @@ def test_needles_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             {"groups": group("noise", {"task": "needle", "label": "x", "questions": 2})},
             "questions=2 is not allowed: use keys=1",
         ),
+        ({"budgets": []}, "budgets=.*at least 1 item"),
+        ({"budgets": [0.2]}, "budgets.0=0.2: .*valid string"),
+        ({"budgets": ["20%", "10%", "20%"]}, "budgets has 20% twice"),
+        ({"settings": []}, "settings=.*at least 1 item"),
+        ({"settings": ["later", "later"]}, "settings has later twice"),
+        ({"words": {"colors": ["red", " "]}}, "words.colors has one that is empty"),
+        # An empty answer would be right in every cache.
+        ({"groups": group("noise", COPY | {"words": 4})}, "cue=4 leaves nothing .* at most 3"),
+        ({"groups": group("noise", COPY | {"words": 41})}, "words.nouns has 40 .*, 41 are drawn"),
+        ({"groups": group("noise", COPY | {"values": "digits"})}, "'digits' is no list of words"),
+        ({"groups": group("noise", {"task": "passkey"}, {"task": "passkey"})}, "two tasks passkey"),
+        ({"groups": group("noise", NEEDLE | {"sentence": "{key}."})}, "must have {value}"),
+        ({"groups": group("noise", NEEDLE | {"ask": "{it}"})}, "'{it}' .* no braces but {key}"),
+        ({"groups": group("noise", NEEDLE | {"ask": "{key} {"})}, "may have no braces but {key}"),
+        ({"groups": group("noise", NEEDLE | {"ask": "It?", "keys": 2})}, "'It.' must have {key}"),
+        (
+            {
+                "groups": group("noise", NEEDLE | {"keys": 7}),
+                "words": {"colors": ["red"], "nouns": ["a", "b", "c", "a"]},
+            },
+            "keys=7 is not allowed: 3 nouns name 6",
+        ),
+        (
+            {
+                "groups": group("common-words", {"task": "common-words"}),
+                "words": {"colors": ["red"], "nouns": NOUNS[:9]},
+            },
+            "words.nouns has 9 different words, 10 are drawn",
+        ),
     ],
 )
 def test_a_bad_suite_is_refused_with_the_reason(
@@ -380,6 +413,24 @@ def test_a_bad_suite_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ValueError, match=told):
         load(suite_file(tmp_path, **changed))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"a: !!bool x", b"a: !!timestamp x", b"a: 2001-99-99", b"\xff", b"1: 2", b"- a", b"", b"{"],
+)
+def test_a_file_that_is_no_suite_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        load(str(path))
+
+
+def test_a_haystack_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_bytes(b"\xff\xfe")
+    groups = [{"haystacks": [{"file": "book.txt"}], "tasks": [{"task": "passkey"}]}]
+    with pytest.raises(ValueError, match=r"haystack .*book\.txt is not UTF-8"):
+        load(suite_file(tmp_path, groups=groups))
 
 
 def test_an_unknown_suite_is_refused() -> None:

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import threading
 import urllib.error
@@ -414,10 +415,37 @@ def test_by_default_every_policy_is_asked_on_equal_terms_and_nexus_as_it_is_serv
     asked = [m.policy for m in found if m.allocator == "uniform"]
     assert asked == list(POLICIES)
     assert [m for m in found if m.allocator != "uniform"] == [Method("nexus", "auto")]
-    assert evaluate._methods(["random"], ["lu", "ada"]) == [
+    assert evaluate._methods(["none", "random"], ["lu", "ada"]) == [
         Method("random", "lu"),
         Method("random", "ada"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--policies", "nexus,randon"], "no policy 'randon'. Did you mean 'random'?"),
+        (["--allocators", "unifrom"], "no allocator 'unifrom'. Did you mean 'uniform'?"),
+        (["--baseline", "snapkv"], "--baseline snapkv is not among what is asked: use nexus,"),
+        (["--baseline", "nexus,lu"], "use nexus,uniform or random,uniform"),
+    ],
+)
+def test_names_that_no_answer_can_have_are_refused_before_a_server_starts(
+    command: Any, capsys: pytest.CaptureFixture[str], more: list[str], told: str
+) -> None:
+    code, host = command(Answering(), *more)
+    assert (code, host.chunks) == (1, [])
+    assert told in capsys.readouterr().err
+
+
+def test_others_are_compared_with_the_baseline_as_it_is_asked() -> None:
+    nexus = [Method("nexus", a) for a in ("lu", "uniform", "auto")]
+    assert evaluate._baseline(None, nexus) == nexus[1]
+    assert evaluate._baseline(None, [nexus[0], nexus[2]]) == nexus[0]
+    assert evaluate._baseline("nexus,auto", nexus) == nexus[2]
+    other = Method("random", "lu")
+    assert evaluate._baseline(None, [other]) not in [other]
+    assert evaluate._baseline("random", [*nexus, other]) == other
 
 
 VARIANTS = {
@@ -536,6 +564,15 @@ def test_a_server_without_eviction_is_refused(monkeypatch: pytest.MonkeyPatch) -
         remote(monkeypatch, Plain())("small")
 
 
+def test_a_url_where_nobody_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Down(Answering):
+        def get(self, path: str) -> str:
+            raise urllib.error.URLError(ConnectionRefusedError(111, "Connection refused"))
+
+    with pytest.raises(ValueError, match=r"http://x/v1 does not answer: .*refused; use the URL"):
+        remote(monkeypatch, Down())("small")
+
+
 def test_options_of_our_server_do_not_go_with_a_url(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -544,7 +581,72 @@ def test_options_of_our_server_do_not_go_with_a_url(
     assert "are for a server of ours" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bad", [["--settings", "never"], ["--limit", "0"], ["--seeds", "x"]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--settings", "never"],
+        ["--limit", "0"],
+        ["--seeds", "x"],
+        ["--seeds=-1"],
+        ["--seeds", str(2**63)],
+        ["--seeds", ""],
+        ["--policies", "nexus,"],
+        ["--budgets", ""],
+    ],
+)
 def test_bad_options_are_refused(tmp_path: Path, bad: list[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["eval", "m", "--out", str(tmp_path), *bad])
+
+
+@pytest.mark.parametrize(
+    ("more", "server", "told"),
+    [
+        (["--policies", "nexus,far"], {}, "far: budget 25% .*: use 8 to 15 blocks"),
+        ([], {"block_size": 64, "force_block_size": True}, "block_size=64 is not allowed"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_a_server_starts(
+    command: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: list[str],
+    server: dict[str, Any],
+    told: str,
+) -> None:
+    variants = {"far": {"recency_blocks": 6}}
+    monkeypatch.setattr(Ours, "settings", Settings(variants=variants, **server))
+    status, host = command(Answering(), *more)
+    assert (status, host.chunks) == (1, [])
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_what_is_named_twice_is_asked_once(command: Any, tmp_path: Path) -> None:
+    twice = ["--settings", "later, later", "--budgets", "25%, 25%", "--seeds", "0,0"]
+    server = Answering()
+    assert command(server, *twice, "--policies", "nexus, nexus", "--limit", "1")[0] == 0
+    assert len(server.asked) == len(lines(tmp_path)) == 2
+    assert "results: 2 of 2" in (tmp_path / "out" / "eval.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("results.jsonl", "1\n"),
+        ("results.jsonl", '{"a": 1}\n'),
+        ("results.jsonl", "what\n"),
+        ("run.json", '{"suite": "mi'),
+        ("run.json", "[]"),
+    ],
+)
+def test_files_of_something_else_are_named_and_left(
+    command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, content: str
+) -> None:
+    command(Answering(), "--limit", "1")
+    path = tmp_path / "out" / name
+    path.write_text(content)
+    server = Answering()
+    assert command(server, "--limit", "1")[0] == 1
+    assert f"{path} is not of nexus-vllm eval" in capsys.readouterr().err
+    assert path.read_text() == content
+    assert server.asked == []

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,8 @@ def line(policy: str, question: int = 0, **more: Any) -> dict[str, Any]:
     full = policy == "none"
     cell = {"setting": "-", "budget": "full"} if full else {"setting": "later", "budget": "20%"}
     worth = {"score": 1.0, "tokens": 2, "logprob": -1.0, "whole": True}
-    return {"sample": 0, "question": question, "policy": policy, **cell, **worth, **more}
+    who = {"policy": policy, "allocator": "-" if full else "uniform", "seed": 0}
+    return {"sample": 0, "question": question, **who, **cell, **worth, **more}
 
 
 def test_lines_of_both_are_merged_with_one_full_cache(peers: Any) -> None:
@@ -224,6 +226,31 @@ def test_a_suite_that_decodes_is_refused(peers: Any, name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}' decodes a text"):
         peers.of_questions(name)
     assert peers.of_questions("quick", prompt_tokens=1024).prompt_tokens == 1024
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [["--limit", "-1"], ["--settings", "never"], ["--seeds", "x"], ["--presses", "snapkv,"]],
+)
+def test_bad_options_are_refused(peers: Any, monkeypatch: pytest.MonkeyPatch, bad: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["peers.py", "MODEL", "--out", "DIR", *bad])
+    with pytest.raises(SystemExit):
+        peers.main()
+
+
+def test_what_cannot_be_asked_is_refused_before_an_environment_is_made(
+    peers: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(peers, "environment", lambda: made.append("environment"))
+    for given, told in (
+        (["MODEL", "--out", "DIR", "--presses", "snapvk"], "no press 'snapvk'"),
+        (["MODEL"], "MODEL and --out are needed"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["peers.py", *given])
+        assert peers.main() == 1
+        assert told in capsys.readouterr().err
+    assert made == []
 
 
 def test_the_lock_holds_what_kvpress_needs(peers: Any) -> None:

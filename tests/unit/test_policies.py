@@ -136,6 +136,9 @@ EVERY_POLICY = [
         ("snapkv", {"pool": 7, "pooling": "max"}),
         ("nexus", {"pool_rows": "max", "pool_heads": "max"}),
         ("nexus", {"walk_state": "carried"}),
+        ("nexus", {"prior": "keydiff"}),
+        ("nexus", {"prior": "knorm", "prior_weight": 1.0, "walk_over": "all", "heads": "mean"}),
+        ("nexus", {"eps_tie": 1.0}),  # large enough to be seen
         ("nexus", {"walk_state": "carried", "walk_over": "all", "heads": "mean"}),
         ("snapkv", {"pool": 1}),
         ("snapkv", {"pool_rows": "max", "pool_heads": "max"}),
@@ -464,6 +467,9 @@ def test_age_rank_follows_original_positions() -> None:
         torch.tensor([[0.5, 0.0, 1.0], [1.0, 0.5, 0.0]]),
     )
     assert age_rank(torch.tensor([9])).tolist() == [0.0]
+    ids = torch.tensor([[7, 0, 40], [3, 50, 51]])
+    valid = torch.tensor([[True, True, True], [True, False, False]])
+    assert age_rank(ids, valid)[valid].tolist() == [0.5, 0.0, 1.0, 0.0]
 
 
 def test_tie_break_keeps_the_newer_of_equal_blocks() -> None:

@@ -94,6 +94,7 @@ def test_parameters_are_a_policy_s_own_and_of_its_types() -> None:
         ({"pool": 4}, "pool is 4, must be odd"),
         ({"pool": "many"}, "pool is 'many'.*integer"),
         ({"pool": 2.5}, "pool is 2.5.*integer"),
+        ({"pool": True}, "pool is True: use a number"),
         ({"pooling": "sum"}, "pooling is 'sum'.*'avg' or 'max'"),
     ):
         ((found, _, remedy),) = wrong_parameters(Settings(parameters={"snapkv": own}))

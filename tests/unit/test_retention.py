@@ -26,6 +26,7 @@ def line(policy: str, allocator: str, cell: tuple[str, str], question: int, scor
         "budget": cell[1],
         "sample": 0,
         "question": question,
+        "seed": 0,
         "score": score,
         "right": score,
         "tokens": 1,
@@ -82,6 +83,20 @@ def test_a_variant_is_told_by_what_it_changes(retention: Any) -> None:
     assert rows[1][4].startswith("-0.33 [")
 
 
+def test_the_brief_table_is_of_settings_and_names_the_best_press(retention: Any) -> None:
+    found = results(retention)
+    better = [line("kvpress:b", "uniform", ("later", "20%"), q, int(q < 2)) for q in range(3)]
+    worse = [line("kvpress:a", "uniform", ("later", "20%"), q, 0) for q in range(3)]
+    more = retention.Results([*found.lines, *worse, *better], CELLS, found.told)
+    table = retention.brief_table([("m", more), ("n", more)])
+    assert table.columns[1:] == ["m, inside", "m, later", "n, inside", "n, later"]
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["full cache"] == ["1.00"] * 4
+    assert rows["nexus, uniform"] == ["0.67", "0.33"] * 2
+    assert rows["knorm, lu"] == ["-"] * 4
+    assert table.rows[-1][1:] == ["-", "0.67"] * 2
+
+
 def test_a_question_without_all_its_cells_is_left_out(retention: Any) -> None:
     found = results(retention)
     own = [one for one in found.lines if one["setting"] != "later" or one["question"] != 0]
@@ -112,13 +127,84 @@ def test_only_what_the_last_report_is_of_is_read(retention: Any, tmp_path: Path)
     for order in (["nexus", "other"], ["other", "nexus"]):
         methods = retention.Results.read(tmp_path, order).methods
         assert [method.policy for method in methods] == ["none", *order]
-    (tmp_path / "peers").mkdir()
-    theirs = [found.lines[0] | {"score": 0}, found.lines[-1] | {"policy": "kvpress:x"}]
-    told = "".join(f"{json.dumps(x)}\n" for x in theirs)
-    (tmp_path / "peers" / "results.jsonl").write_text(told)
+    (tmp_path / "run.json").write_text(json.dumps({"suite": "s", "model": "m"}))
+    for folder, policy in (("peers", "kvpress:x"), ("earlier", "y")):
+        more = tmp_path / folder
+        more.mkdir()
+        added = [found.lines[0] | {"score": 0}, found.lines[-1] | {"policy": policy}]
+        told = "".join(f"{json.dumps(x)}\n" for x in added)
+        (more / "results.jsonl").write_text(told + '{"cut')
+        (more / "run.json").write_text(json.dumps({"suite": "s", "model": "other"}))
+        with pytest.raises(ValueError, match=r"is of model other, .* of m"):
+            retention.Results.read(tmp_path)
+        (more / "run.json").write_text(json.dumps({"suite": "s", "model": "m"}))
     both = retention.Results.read(tmp_path)
-    assert Method("kvpress:x", "uniform") in both.methods
+    assert {Method("kvpress:x", "uniform"), Method("y", "uniform")} <= set(both.methods)
     assert both.mean(FULL, "score", CELLS).mean == 1.0  # ours
+
+
+def no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def test_a_cell_without_results_is_null_in_the_json(retention: Any) -> None:
+    found = results(retention)
+    lines = [*found.lines, line("inside", "uniform", CELLS[0], 0, 1)]
+    text = retention.as_json(retention.Results(lines, CELLS, found.told))
+    told = json.loads(text, parse_constant=no_number)
+    assert (told["cells"][-1]["n"], told["cells"][-1]["score"]) == (0, [None] * 3)
+
+
+def test_what_is_published_is_json(retention: Any) -> None:
+    published = sorted((retention.DOCUMENT.parent / "retention").glob("*.json"))
+    assert published
+    for path in published:
+        json.loads(path.read_text(), parse_constant=no_number)
+
+
+def test_a_table_says_how_few_questions_a_cell_has(retention: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = results(retention)
+    assert "3 questions a cell about 1 haystacks" in retention.section("quick", found, tmp_path)
+    lines = [one for one in found.lines if one["setting"] != "later" or one["question"] == 0]
+    fewer = retention.Results(lines, CELLS, found.told)
+    assert "1 to 3 questions a cell about" in retention.section("quick", fewer, tmp_path)
+
+
+@pytest.mark.parametrize("stopped", ["before a cell", "within a line", "not"])
+def test_a_report_takes_a_run_as_far_as_it_came(
+    retention: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stopped: str,
+) -> None:
+    pytest.importorskip("matplotlib")
+    document = tmp_path / "docs" / "retention.md"
+    document.parent.mkdir()
+    before = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in retention.OF)
+    document.write_text(before)
+    monkeypatch.setattr(retention, "DOCUMENT", document)
+    found, out = results(retention), tmp_path / "out" / "quick"
+    out.mkdir(parents=True)
+    text = "".join(f"{json.dumps(x)}\n" for x in found.lines)
+    cells = [
+        {"policy": policy, "allocator": "uniform", "setting": setting, "budget": budget}
+        for policy in ("nexus", "other")
+        for setting, budget in CELLS
+    ]
+    if stopped == "before a cell":
+        text, cells = f"{json.dumps(found.lines[0])}\n", []
+    if stopped == "within a line":
+        text = text[:-9]
+    (out / "results.jsonl").write_text(text)
+    (out / "eval.json").write_text(json.dumps({"told": found.told, "cells": cells}))
+    retention.report(tmp_path / "out", ["quick", "prior"])
+    assert ("nexus, uniform" in document.read_text()) == bool(cells)
+    told = capsys.readouterr().err
+    assert "prior: no report" in told
+    assert ("quick: no report" in told) == (not cells)
+    assert "ablation" not in told
 
 
 def test_every_cell_is_in_the_json(retention: Any) -> None:

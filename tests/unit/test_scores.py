@@ -114,7 +114,6 @@ def nexus(row: Row, policy: Nexus) -> Tensor:
 
 def nexus_and_walk(row: Row, policy: Nexus) -> tuple[Tensor, Tensor]:
     """Weights, and where the walks of all heads were, on average."""
-    size = row.obs.block_ids.shape[-1]
     candidates = row.obs.candidates[row.order].double()
     priors: list[Tensor] = []
     if policy.prior != "none":
@@ -161,7 +160,7 @@ def nexus_and_walk(row: Row, policy: Nexus) -> tuple[Tensor, Tensor]:
             share = (score * candidates).sum()
             score = (1 - policy.prior_weight) * score + policy.prior_weight * share * prior
         heads.append(score)
-    age = torch.arange(len(row.order)) / max(1, size - 1)
+    age = torch.arange(len(row.order)) / max(1, len(row.order) - 1)
     return over(heads, policy.pool_heads) + policy.eps_tie * age, over(walks, "mean")
 
 
