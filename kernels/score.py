@@ -20,6 +20,9 @@ Pool = Literal["mean", "max"]
 TOKENS = 128
 """Keys that a program holds at once."""
 
+_INTERPRETED = triton.knobs.runtime.interpret
+"""Triton's interpreter cannot multiply matrices of bfloat16."""
+
 
 def block_lse_reference(rows: Rows, queries: Tensor, positions: Tensor, scale: float) -> Tensor:
     """Block by block log-sum-exp of the logits.
@@ -117,8 +120,7 @@ def _launch(
         queries.contiguous(), positions, scale, totals, into, group, window, rows.longest,
         HEADS=rows.heads, DIM=dim, DIMS=triton.next_power_of_2(dim), GROUP=heads, WINDOW=wide,
         BLOCK=rows.block, BLOCKS=blocks, POOLS=pools,
-        # The interpreter cannot multiply matrices of bfloat16.
-        EXACT=queries.dtype == torch.float32 or triton.knobs.runtime.interpret,
+        EXACT=queries.dtype == torch.float32 or _INTERPRETED,
         ALIGNED=aligned(rows),
     )  # fmt: skip
 

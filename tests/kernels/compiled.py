@@ -1,0 +1,161 @@
+"""Compile every kernel ahead of time, for GPUs that are not here; prints what came out as JSON.
+
+A process of its own, in which Triton does not interpret: `python -m tests.kernels.compiled`.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nexus_vllm.kernels import fill, score, select, shift, statistics, window
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TARGETS = (80, 90, 100)
+INT64 = "*i64"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel with the types of its arguments, as a model of 8B parameters has them."""
+
+    kernel: Any
+    constants: dict[str, Any]
+    types: dict[str, str]
+    aligned: tuple[str, ...]
+    warps: int = 4
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def compile(self, capability: int) -> Any:
+        names = self.kernel.arg_names
+        signature = {
+            name: "constexpr" if name in self.constants else self.types.get(name, "i32")
+            for name in names
+        }
+        attributes = {
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(names)
+            if signature[name].startswith("*") or name in self.aligned
+        }
+        source = ASTSource(self.kernel, signature, self.constants, attributes)
+        target = GPUTarget("cuda", capability, 32)
+        return triton.compile(source, target=target, options={"num_warps": self.warps})
+
+
+def attention(kernel: Any, cache: str = "*bf16") -> Case:
+    """Llama-3.1-8B: 4 query heads of 128 to a KV head, a window of 16."""
+    constants = {
+        **{"HEADS": 1, "DIM": 128, "DIMS": 128, "GROUP": 4, "WINDOW": 16, "BLOCK": 32},
+        **{"BLOCKS": score.TOKENS // 32, "POOLS": 0, "EXACT": False, "ALIGNED": 8},
+    }
+    types = {
+        **{"cache": cache, "units": INT64, "blocks": INT64, "starts": INT64, "scale": "fp32"},
+        **{"queries": "*bf16", "positions": INT64, "totals": "*fp32"},
+        **{"lse": "*fp32", "found": "*fp32"},
+    }
+    return Case(kernel, constants, types, ("token_step", "head_step"))
+
+
+def numbers(kernel: Any, kind: int) -> Case:
+    constants = {
+        **{"KIND": kind, "DIM": 128, "DIMS": 128, "BLOCK": 32},
+        **{"BLOCKS": score.TOKENS // 32, "ALIGNED": 8},
+    }
+    types = {
+        **{"cache": "*bf16", "units": INT64, "starts": INT64},
+        **{"found": "*fp32", "sums": "*fp32", "anchor": "*fp32"},
+    }
+    return Case(kernel, constants, types, ("token_step", "values"))
+
+
+def selection(kind: int) -> Case:
+    types = {
+        **{"weights": "*fp32", "keep": INT64, "forced": "*i1", "address": INT64},
+        **{"layers": INT64, "block_ids": INT64, "kept": "*i1", "temperature": "fp32"},
+    }
+    return Case(select._select, {"KIND": kind, "SIZE": 4096}, types, (), warps=8)
+
+
+INT32 = "*i32"
+CASES = {
+    "fill": Case(
+        fill._fill,
+        {"WORDS": fill.WORDS},
+        {"cache": INT32, "source": INT64, "target": INT64},
+        ("words",),
+        warps=2,
+    ),
+    "shift": Case(
+        shift._shift,
+        {"COLUMNS": shift.COLUMNS},
+        dict.fromkeys(("table", "lengths", "released", "new_table", "new_lengths"), INT32),
+        ("table_step", "new_step"),
+    ),
+    "window": Case(
+        window._window,
+        {"SIZE": 4096},
+        {
+            **{"query": "*bf16", "ring": "*bf16"},
+            **dict.fromkeys(("starts", "lengths", "slots"), INT32),
+        },
+        ("query_step", "size"),
+    ),
+    "score": attention(score._block_lse),
+    "score, tokens": attention(score._token_attention),
+    "norms": numbers(statistics._tokens, 0),
+    "cosines": numbers(statistics._tokens, 1),
+    "ranges": numbers(statistics._tokens, 2),
+    "anchors": numbers(statistics._sums, 0),
+    **{f"select, {kind}": selection(place) for place, kind in enumerate(select.KINDS)},
+}
+EIGHT_BIT = {"score, fp8": attention(score._block_lse, "*fp8e4nv")}
+"""Only for targets that have the type."""
+
+
+def report(case: Case, capability: int) -> dict[str, int]:
+    """Registers, bytes spilled, and how many accesses of 16 bytes the machine code has."""
+    compiled = case.compile(capability)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _run("cuobjdump", "-res-usage", file.name)
+        code = _run("nvdisasm", "-c", file.name)
+    told = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return {
+        "registers": told["REG"],
+        "stack": told["STACK"] + told["LOCAL"],
+        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        "wide loads": len(re.findall(r"\b(?:LDG|LDGSTS)\.E(?:\.\w+)*\.128\b", code)),
+        "wide stores": len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", code)),
+        "loads": len(re.findall(r"\b(?:LDG|LDGSTS)\b", code)),
+        "stores": len(re.findall(r"\bSTG\b", code)),
+        "shared": compiled.metadata.shared,
+    }
+
+
+def _run(tool: str, *arguments: str) -> str:
+    command = [str(TOOLS / tool), *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def main() -> None:
+    found = {
+        f"{name}, sm_{capability}": report(case, capability)
+        for capability in TARGETS
+        for name, case in {**CASES, **(EIGHT_BIT if capability >= 89 else {})}.items()
+    }
+    json.dump(found, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    assert not os.environ.get("TRITON_INTERPRET"), "this process must not interpret"
+    main()

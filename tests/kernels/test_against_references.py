@@ -1,0 +1,239 @@
+"""Each kernel against its reference, over shapes, dtypes, layouts and ragged lengths."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nexus_vllm.kernels.rows import Rows
+
+SOME = settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SIZES = (64, 80, 96, 128, 256)
+LAYOUTS = ("LBHNC", "LBNHC", "BLHNC")
+BLOCK = 32
+
+
+@st.composite
+def caches(draw: Any, heads: int | None = None) -> Rows:
+    """Rows of up to three sequences in a small pool: two layers, a few KV heads, any layout."""
+    dim, layout = draw(st.sampled_from(SIZES)), draw(st.sampled_from(LAYOUTS))
+    dtype = draw(st.sampled_from(DTYPES))
+    kv_heads, layers, pages = draw(st.sampled_from((1, 2, 3))), 2, 7
+    content = 2 * dim
+    # Numbers from one to the next of: layer, page, head, token.
+    if layout == "LBHNC":
+        step = (pages * kv_heads * BLOCK * content, kv_heads * BLOCK * content, BLOCK * content, content)
+    elif layout == "LBNHC":
+        step = (pages * kv_heads * BLOCK * content, kv_heads * BLOCK * content, content, kv_heads * content)
+    else:
+        step = (
+            kv_heads * BLOCK * content, layers * kv_heads * BLOCK * content, BLOCK * content, content,
+        )  # fmt: skip
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    cache = torch.randn(layers * pages * kv_heads * BLOCK * content, generator=random).to(dtype)
+    rows = []
+    for length in draw(st.lists(st.integers(0, pages), min_size=1, max_size=3)):
+        taken = torch.randperm(pages, generator=random)[:length]
+        ids = torch.randperm(2 * pages, generator=random)[:length]
+        for layer in range(layers):
+            for head in range(kv_heads if heads is None else 1):
+                rows.append((layer * step[0] + taken * step[1] + head * step[2], ids))
+    lengths = torch.tensor([0, *(len(ids) for _, ids in rows)])
+    return Rows(
+        cache=cache,
+        units=torch.cat([units for units, _ in rows]),
+        blocks=torch.cat([ids for _, ids in rows]),
+        starts=lengths.cumsum(0),
+        longest=int(lengths.max()),
+        block=BLOCK,
+        head_size=dim,
+        token_step=step[3],
+        values=dim,
+        heads=1 if heads is None else kv_heads,
+        head_step=0 if heads is None else step[2],
+    )
+
+
+def asked(rows: Rows, group: int, window: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Queries and positions of rows; the window's last query may come before some blocks."""
+    random = torch.Generator().manual_seed(seed)
+    shape = (len(rows), group, window, rows.head_size)
+    queries = torch.randn(shape, generator=random).to(rows.cache.dtype)
+    first = torch.randint(0, 14 * BLOCK, (len(rows), 1), generator=random)
+    return queries, first + torch.arange(window)
+
+
+WINDOWS = st.tuples(st.sampled_from((1, 2, 3, 4, 7, 8, 16)), st.sampled_from((1, 5, 16)))
+
+
+@SOME
+@given(rows=caches(), shape=WINDOWS, seed=st.integers(0, 2**31))
+def test_attention(
+    kernels: SimpleNamespace, rows: Rows, shape: tuple[int, int], seed: int
+) -> None:
+    check_attention(kernels.score, rows, *shape, seed)
+
+
+@SOME
+@given(rows=caches(heads=1), window=st.sampled_from((1, 4, 16)), seed=st.integers(0, 2**31))
+def test_attention_of_averaged_heads(
+    kernels: SimpleNamespace, rows: Rows, window: int, seed: int
+) -> None:
+    check_attention(kernels.score, rows, 1, window, seed)
+
+
+def check_attention(score: Any, rows: Rows, group: int, window: int, seed: int) -> None:
+    queries, positions = asked(rows, group, window, seed)
+    scale = rows.head_size**-0.5
+    expected = score.block_lse_reference(rows, queries, positions, scale)
+    found = score.block_lse(rows, queries, positions, scale)
+    seen = expected.isfinite()
+    assert torch.equal(seen, found.isfinite())
+    assert torch.allclose(found[seen], expected[seen], rtol=0, atol=2e-5)
+    totals = expected.logsumexp(-1)
+    for pools in (("mean", "mean"), ("max", "mean"), ("mean", "max"), ("max", "max")):
+        told = (rows, queries, positions, totals, scale, *pools)
+        tokens = score.token_attention(*told)
+        assert torch.allclose(tokens, score.token_attention_reference(*told), rtol=2e-5, atol=1e-7)
+
+
+@SOME
+@given(rows=caches())
+def test_statistics(kernels: SimpleNamespace, rows: Rows) -> None:
+    statistics = kernels.statistics
+    anchor = statistics.anchor_reference(rows)
+    assert torch.allclose(statistics.anchor(rows), anchor, rtol=0, atol=1e-6)
+    for kind in statistics.KINDS:
+        expected = statistics.reference(kind, rows, anchor)
+        assert torch.allclose(
+            statistics.statistics(kind, rows, anchor), expected, rtol=1e-6, atol=1e-6
+        )
+
+
+@SOME
+@given(
+    kind=st.sampled_from((("topk", 1, 0.0), ("gumbel", 1, 0.1), ("gumbel", 1, 1.0),
+                          ("gumbel", 1, 0.0), ("reservoir", 1, 0.0), ("reservoir", 5, 0.0))),
+    shape=st.tuples(st.integers(1, 5), st.integers(0, 70)),
+    steep=st.sampled_from((0, 1, 8, 40)),
+    seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_selections_are_the_same(
+    kernels: SimpleNamespace, kind: Any, shape: tuple[int, int], steep: int, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    rows, size = shape
+    weights = torch.rand(shape, generator=random) ** steep
+    odd = torch.tensor([0.0, 1e-45, 1e-38, 3e38, torch.inf, torch.nan])
+    spoilt = torch.rand(shape, generator=random) < 0.1
+    weights[spoilt] = odd[torch.randint(0, len(odd), (int(spoilt.sum()),), generator=random)]
+    forced = torch.rand(shape, generator=random) < 0.2
+    keep = torch.randint(0, size + 1, (rows,), generator=random).maximum(forced.sum(-1))
+    seeds = torch.randint(-(2**63), 2**63 - 1, (2,), generator=random).tolist() * rows
+    told: dict[str, Any] = {
+        "seeds": seeds[:rows],
+        "events": [row // 2 for row in range(rows)],
+        "layers": torch.arange(rows) * 7,
+        "block_ids": torch.stack(
+            [torch.randperm(2 * size + 1, generator=random)[:size] for _ in range(rows)]
+        ),
+        "n": kind[1],
+        "temperature": kind[2],
+    }
+    expected = kernels.select.reference(kind[0], weights, keep, forced, **told)
+    found = kernels.select.select(kind[0], weights, keep, forced, **told)
+    assert torch.equal(found.sum(-1), keep)
+    assert torch.equal(found, expected)
+
+
+def test_a_selector_without_a_kernel_is_refused(kernels: SimpleNamespace) -> None:
+    some = torch.zeros(1, 3)
+    with pytest.raises(ValueError, match="'pareto' has no kernel"):
+        kernels.select.select(
+            "pareto", some, torch.ones(1), some.bool(), seeds=[0], events=[0],
+            layers=torch.zeros(1), block_ids=some.long(),
+        )  # fmt: skip
+
+
+@SOME
+@given(
+    words=st.sampled_from((4, 1024, 1028, 5120)),
+    copies=st.integers(0, 4),
+    seed=st.integers(0, 2**31),
+)
+def test_fills(kernels: SimpleNamespace, words: int, copies: int, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    cache = torch.randint(-(2**31), 2**31 - 1, (9 * words,), generator=random, dtype=torch.int32)
+    places = torch.randperm(9, generator=random)[: 2 * copies] * words
+    expected = cache.clone()
+    kernels.fill.reference(expected, places[:copies], places[copies:], words)
+    kernels.fill.fill(cache, places[:copies], places[copies:], words)
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize(("words", "first"), [(6, 0), (8, 1)])
+def test_what_is_not_aligned_is_refused(kernels: SimpleNamespace, words: int, first: int) -> None:
+    cache = torch.zeros(64, dtype=torch.int32)[first:]
+    with pytest.raises(ValueError, match="not 16-byte aligned"):
+        kernels.fill.fill(cache, torch.tensor([0]), torch.tensor([16]), words)
+
+
+@SOME
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=4),
+    width=st.sampled_from((1, 255, 256, 300)),
+    seed=st.integers(0, 2**31),
+)
+def test_shifts(
+    kernels: SimpleNamespace, rows: list[tuple[int, int]], width: int, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    table = torch.randint(0, 999, (len(rows), width), generator=random, dtype=torch.int32)
+    blocks = torch.tensor([min(max(row), width) for row in rows], dtype=torch.int32)
+    released = torch.tensor([min(min(row), width) for row in rows], dtype=torch.int32)
+    lengths = blocks * BLOCK
+    expected = torch.full_like(table, -7), torch.full_like(lengths, -7)
+    found = torch.full_like(table, -7), torch.full_like(lengths, -7)
+    kernels.shift.reference(table, lengths, released, BLOCK, expected)
+    kernels.shift.shift(table, lengths, released, BLOCK, found)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    for row, gone in enumerate(released.tolist()):
+        assert torch.equal(found[0][row, : width - gone], table[row, gone:])
+
+
+@SOME
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40), st.booleans()), max_size=4),
+    heads=st.sampled_from((1, 3)),
+    rows=st.sampled_from((1, 4, 17)),
+)
+def test_windows(
+    kernels: SimpleNamespace, requests: list[tuple[int, int, bool]], heads: int, rows: int
+) -> None:
+    new = torch.tensor([0, *(tokens for tokens, _, _ in requests)], dtype=torch.int32)
+    starts = new.cumsum(0).int()
+    lengths = torch.tensor([n + before for n, before, _ in requests], dtype=torch.int32)
+    slots = torch.tensor(
+        [slot if known else -1 for slot, (_, _, known) in enumerate(requests)], dtype=torch.int32
+    )
+    query = torch.randn(int(starts[-1]) + 3, heads, 80)
+    expected = torch.zeros(max(1, len(requests)) * rows, heads, 80)
+    found = expected.clone()
+    kernels.window.reference(query, starts, lengths, slots, rows, expected)
+    kernels.window.window(query, starts, lengths, slots, rows, found)
+    assert torch.equal(found, expected)
+    for slot, (tokens, before, known) in enumerate(requests):
+        for back in range(min(tokens, rows) if known else 0):
+            place = slot * rows + (tokens + before - 1 - back) % rows
+            assert torch.equal(found[place], query[int(starts[slot + 1]) - 1 - back])
