@@ -123,7 +123,7 @@ OF = {
         peers=BOTH,
     ),
     "policies-4k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "4096", "--limit", "20")),
-    "policies-7k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "7168", "--limit", "10")),
+    "policies-7k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "7168", "--limit", "5")),
     "policies-large-4k": Study(
         QWEN, "retention-large", (*FEW, "--prompt-tokens", "4096", "--limit", "10")
     ),
