@@ -127,6 +127,14 @@ OF = {
     "policies-large-4k": Study(
         QWEN, "retention-large", (*FEW, "--prompt-tokens", "4096", "--limit", "10")
     ),
+    "policies-large-7k": Study(
+        QWEN,
+        "retention-large",
+        (
+            *("--policies", "nexus,snapkv,cake,keydiff", "--allocators", "uniform,lu", *BOTH),
+            *("--prompt-tokens", "7168", "--limit", "4"),
+        ),
+    ),
     "kvzip-large": Study(
         QWEN,
         "retention-large",
