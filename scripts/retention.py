@@ -123,9 +123,17 @@ OF = {
         peers=BOTH,
     ),
     "policies-4k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "4096", "--limit", "20")),
-    "policies-7k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "7168", "--limit", "10")),
+    "policies-7k": Study(SMOL, "retention", (*FEW, "--prompt-tokens", "7168", "--limit", "5")),
     "policies-large-4k": Study(
         QWEN, "retention-large", (*FEW, "--prompt-tokens", "4096", "--limit", "10")
+    ),
+    "policies-large-7k": Study(
+        QWEN,
+        "retention-large",
+        (
+            *("--policies", "nexus,snapkv,cake,keydiff", "--allocators", "uniform,lu", *BOTH),
+            *("--prompt-tokens", "7168", "--limit", "4"),
+        ),
     ),
     "kvzip-large": Study(
         QWEN,
