@@ -13,50 +13,65 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """The live blocks of R rows, ragged: row r has those from `starts[r]` to `starts[r + 1]`.
+    """The live blocks of R rows, N of them or fewer each.
 
     cache: flat view of the KV allocation, [numbers], in its own dtype.
-    units: [M] int64, where in `cache` each block of each row starts.
-    blocks: [M] int64, its original block id.
-    starts: [R + 1] int64.
-    longest: the most blocks of a row, a number that the host knows.
+    units: [R, N] int64, where in `cache` each block of each row starts.
+    blocks: [R, N] int64, its original block id.
+    counts: [R] int64, how many blocks a row has, the first ones; the rest is never looked at.
     block, head_size: tokens of a block, numbers of a key.
-    token_step: numbers from one token's key to the next one's, in a unit.
-    values: numbers from a key to the same token's value.
+    token_step, dim_step: from one token's key to the next one's, and from one of its numbers to the
+      next; 1 but for the caches of some CPU backends.
+    keys, values: from the start of a unit to its first key, and to its first value.
     heads: KV heads whose keys a row averages, each `head_step` numbers after the one before.
     """
 
     cache: Tensor
     units: Tensor
     blocks: Tensor
-    starts: Tensor
-    longest: int
+    counts: Tensor
     block: int
     head_size: int
     token_step: int
-    values: int
+    dim_step: int = 1
+    keys: int = 0
+    values: int = 0
     heads: int = 1
     head_step: int = 0
 
-    def __len__(self) -> int:
-        return len(self.starts) - 1
+    @property
+    def shape(self) -> tuple[int, int]:
+        """R and N."""
+        rows, blocks = self.units.shape
+        return rows, blocks
 
-    def padded(self) -> tuple[Tensor, Tensor]:
-        """Index into `units` and `blocks` [R, longest], and which entries exist."""
-        place = torch.arange(self.longest, device=self.starts.device)
-        exists = place < self.starts.diff()[:, None]
-        index = (self.starts[:-1, None] + place).clamp(max=max(0, len(self.units) - 1))
-        return index, exists
+    @property
+    def exists(self) -> Tensor:
+        """Which blocks there are, [R, N] bool."""
+        return torch.arange(self.shape[1], device=self.counts.device) < self.counts[:, None]
 
-    def gather(self, index: Tensor, values: bool = False) -> Tensor:
-        """Keys, or values, of blocks by their place in `units`: [*index.shape, block, D]."""
-        first = self.units[index] + (self.values if values else 0)
-        token = torch.arange(self.block, device=first.device) * self.token_step
-        inside = token[:, None] + torch.arange(self.head_size, device=first.device)
-        told = self.cache[first[..., None, None] + inside]
-        if self.heads == 1:
-            return told
-        total = told.float()
-        for head in range(1, self.heads):
-            total = total + self.cache[first[..., None, None] + inside + head * self.head_step]
-        return total / self.heads
+    @property
+    def alignment(self) -> int:
+        """The most numbers, up to 16 bytes' worth, that all offsets are a multiple of."""
+        most = 16 // self.cache.element_size()
+        unit = self.block * 2 * self.head_size
+        steps = self.token_step | self.head_size | self.keys | self.values | self.head_step | unit
+        return min(most, steps & -steps)
+
+    def gather(self, values: bool = False) -> Tensor:
+        """Keys, or values, [R, N, block, D], in the cache's dtype, averaged over heads in float32.
+
+        What a row lacks is zeros.
+        """
+        device = self.cache.device
+        first = self.units + (self.values if values else self.keys)
+        token = torch.arange(self.block, device=device) * self.token_step
+        inside = token[:, None] + torch.arange(self.head_size, device=device) * self.dim_step
+        place = first.masked_fill(~self.exists, 0)[..., None, None] + inside
+        told = self.cache[place]
+        if self.heads > 1:
+            told = told.float()
+            for head in range(1, self.heads):
+                told = told + self.cache[place + head * self.head_step].float()
+            told = told / self.heads
+        return told.masked_fill(~self.exists[..., None, None], 0)

@@ -31,8 +31,7 @@ def block_lse_reference(rows: Rows, queries: Tensor, positions: Tensor, scale: f
       of one averaged head, and keys are averaged over so many heads.
     positions: [R, W] int64, original token positions; a query sees keys up to its own.
     scale: what logits are multiplied by, times what stored keys are (fp8).
-    Returns [R, G, W, longest] float32: -inf where a query sees nothing of a block, or there is no
-    block.
+    Returns [R, G, W, N] float32: -inf where a query sees nothing of a block, or there is no block.
     """
     return _logits(rows, queries, positions, scale).logsumexp(-1)
 
@@ -46,7 +45,7 @@ def token_attention_reference(
     pool_rows: Pool = "mean",
     pool_heads: Pool = "mean",
 ) -> Tensor:
-    """Softmax attention of each token, pooled over queries, then heads: [R, longest, b] float32.
+    """Softmax attention of each token, pooled over queries, then heads: [R, N, b] float32.
 
     totals: [R, G, W], `block_lse` added up in its log domain; -inf for a query that sees nothing.
     """
@@ -58,19 +57,17 @@ def token_attention_reference(
 
 def _logits(rows: Rows, queries: Tensor, positions: Tensor, scale: float) -> Tensor:
     """[R, G, W, N, b] float32, -inf where a query does not see a key."""
-    index, exists = rows.padded()
-    keys = rows.gather(index).float()  # [R, N, b, D]
-    logits = torch.einsum("rgwd,rnbd->rgwnb", queries.float(), keys) * scale
-    offsets = torch.arange(rows.block, device=keys.device)
-    token = rows.blocks[index][..., None] * rows.block + offsets
-    seen = (token[:, None] <= positions[:, :, None, None]) & exists[:, None, :, None]
+    logits = torch.einsum("rgwd,rnbd->rgwnb", queries.float(), rows.gather().float()) * scale
+    offsets = torch.arange(rows.block, device=logits.device)
+    token = rows.blocks[..., None] * rows.block + offsets
+    seen = (token[:, None] <= positions[:, :, None, None]) & rows.exists[:, None, :, None]
     return logits.masked_fill(~seen[:, None], -torch.inf)
 
 
 def block_lse(rows: Rows, queries: Tensor, positions: Tensor, scale: float) -> Tensor:
     """The same as `block_lse_reference`, one launch."""
     *lead, _ = queries.shape
-    lse = torch.empty(*lead, rows.longest, dtype=torch.float32, device=queries.device)
+    lse = torch.empty(*lead, rows.shape[1], dtype=torch.float32, device=queries.device)
     _launch(_block_lse, rows, queries, positions, scale, lse, lse, 0)
     return lse
 
@@ -85,9 +82,7 @@ def token_attention(
     pool_heads: Pool = "mean",
 ) -> Tensor:
     """The same as `token_attention_reference`, one launch."""
-    found = torch.zeros(
-        len(rows), rows.longest, rows.block, dtype=torch.float32, device=queries.device
-    )
+    found = torch.zeros(*rows.shape, rows.block, dtype=torch.float32, device=queries.device)
     pools = 2 * (pool_rows == "max") + (pool_heads == "max")
     _launch(_token_attention, rows, queries, positions, scale, totals, found, pools)
     return found
@@ -109,41 +104,33 @@ def _launch(
             f"score: blocks of {rows.block} tokens, must be a power of two up to {TOKENS}"
         )
     count, group, window, dim = queries.shape
-    if not count * group * window * rows.longest:
+    size = rows.shape[1]
+    if not count * group * window * size:
         return
     heads = triton.next_power_of_2(group)
     wide = max(triton.next_power_of_2(window), 16 // heads)
     blocks = TOKENS // rows.block
-    grid = (triton.cdiv(rows.longest, blocks), count)
+    grid = (triton.cdiv(size, blocks), count)
     kernel[grid](  # type: ignore[index]
-        rows.cache, rows.units, rows.blocks, rows.starts, rows.token_step, rows.head_step,
-        queries.contiguous(), positions, scale, totals, into, group, window, rows.longest,
+        rows.cache, rows.units, rows.blocks, rows.counts, rows.keys, rows.token_step, rows.dim_step,
+        rows.head_step, queries.contiguous(), positions, scale, totals, into, group, window, size,
         HEADS=rows.heads, DIM=dim, DIMS=triton.next_power_of_2(dim), GROUP=heads, WINDOW=wide,
         BLOCK=rows.block, BLOCKS=blocks, POOLS=pools,
         EXACT=queries.dtype == torch.float32 or _INTERPRETED,
-        ALIGNED=aligned(rows),
+        ALIGNED=rows.alignment,
     )  # fmt: skip
-
-
-def aligned(rows: Rows) -> int:
-    """The largest power of two, up to 16 bytes' worth, that all offsets in units divide by."""
-    most = 16 // rows.cache.element_size()
-    unit = rows.block * 2 * rows.head_size
-    whole = rows.token_step | rows.head_size | rows.values | rows.head_step | unit
-    return min(most, whole & -whole)
 
 
 @triton.jit
 def _seen_logits(
-    cache, units, blocks, starts, token_step, head_step, queries, positions, scale,
-    group, window, row, part,
+    cache, units, blocks, counts, first, token_step, dim_step, head_step, queries, positions, scale,
+    group, window, size, row, part,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXACT: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Logits [GROUP * WINDOW, BLOCKS * BLOCK] to the base 2, which is what the hardware has."""
-    first = tl.load(starts + row)
-    count = (tl.load(starts + row + 1) - first).to(tl.int32)
+    count = tl.load(counts + row).to(tl.int32)
     query, dim = tl.arange(0, GROUP * WINDOW), tl.arange(0, DIMS)
     head, back = query // WINDOW, query % WINDOW
     asked = (head < group) & (back < window)
@@ -151,27 +138,31 @@ def _seen_logits(
     token = tl.arange(0, BLOCKS * BLOCK)
     block = part * BLOCKS + token // BLOCK
     exists = block < count
-    unit = tl.multiple_of(tl.load(units + first + block, mask=exists, other=0), ALIGNED)
-    at = unit + (token % BLOCK) * tl.multiple_of(token_step, ALIGNED)
+    unit = tl.multiple_of(tl.load(units + row * size + block, mask=exists, other=0), ALIGNED)
+    at = (
+        unit
+        + tl.multiple_of(first, ALIGNED)
+        + (token % BLOCK) * tl.multiple_of(token_step, ALIGNED)
+    )
     held = exists[:, None] & (dim < DIM)[None, :]
-    keys = tl.load(cache + at[:, None] + dim[None, :], mask=held, other=0.0)
+    keys = tl.load(cache + at[:, None] + dim[None, :] * dim_step, mask=held, other=0.0)
     if HEADS > 1:
         total = keys.to(tl.float32)
         for other in range(1, HEADS):
             more = cache + other * tl.multiple_of(head_step, ALIGNED)
-            total += tl.load(more + at[:, None] + dim[None, :], mask=held, other=0.0).to(tl.float32)
+            total += tl.load(more + at[:, None] + dim[None, :] * dim_step, mask=held, other=0.0).to(
+                tl.float32
+            )
         keys = total / HEADS
 
     told = queries + ((row * group + head) * window + back)[:, None] * DIM + dim[None, :]
     q = tl.load(told, mask=asked[:, None] & (dim < DIM)[None, :], other=0.0)
     if EXACT or HEADS > 1:
-        logits = tl.dot(
-            q.to(tl.float32), tl.trans(keys.to(tl.float32)), input_precision="ieee"
-        )
+        logits = tl.dot(q.to(tl.float32), tl.trans(keys.to(tl.float32)), input_precision="ieee")
     else:
         logits = tl.dot(q, tl.trans(keys.to(q.dtype)))
     logits = logits * (scale * 1.4426950408889634)
-    place = tl.load(blocks + first + block, mask=exists, other=0) * BLOCK + token % BLOCK
+    place = tl.load(blocks + row * size + block, mask=exists, other=0) * BLOCK + token % BLOCK
     last = tl.load(positions + row * window + back, mask=asked, other=-1)
     seen = exists[None, :] & (place[None, :] <= last[:, None])
     return tl.where(seen, logits, -float("inf"))
@@ -179,16 +170,16 @@ def _seen_logits(
 
 @triton.jit
 def _block_lse(
-    cache, units, blocks, starts, token_step, head_step, queries, positions, scale, totals, lse,
-    group, window, longest,
+    cache, units, blocks, counts, first, token_step, dim_step, head_step, queries, positions, scale, totals, lse,
+    group, window, size,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, POOLS: tl.constexpr,
     EXACT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     logits = _seen_logits(
-        cache, units, blocks, starts, token_step, head_step, queries, positions, scale,
-        group, window, row, part, HEADS, DIM, DIMS, GROUP, WINDOW, BLOCK, BLOCKS, EXACT, ALIGNED,
+        cache, units, blocks, counts, first, token_step, dim_step, head_step, queries, positions, scale,
+        group, window, size, row, part, HEADS, DIM, DIMS, GROUP, WINDOW, BLOCK, BLOCKS, EXACT, ALIGNED,
     )  # fmt: skip
     logits = tl.reshape(logits, (GROUP * WINDOW, BLOCKS, BLOCK))
     highest = tl.max(logits, 2)
@@ -200,29 +191,27 @@ def _block_lse(
     head, back = query // WINDOW, query % WINDOW
     asked = (head < group) & (back < window)
     column = part * BLOCKS + tl.arange(0, BLOCKS)
-    into = lse + ((row * group + head) * window + back)[:, None] * longest + column[None, :]
-    tl.store(into, found, mask=asked[:, None] & (column < longest)[None, :])
+    into = lse + ((row * group + head) * window + back)[:, None] * size + column[None, :]
+    tl.store(into, found, mask=asked[:, None] & (column < size)[None, :])
 
 
 @triton.jit
 def _token_attention(
-    cache, units, blocks, starts, token_step, head_step, queries, positions, scale, totals, found,
-    group, window, longest,
+    cache, units, blocks, counts, first, token_step, dim_step, head_step, queries, positions, scale, totals, found,
+    group, window, size,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, POOLS: tl.constexpr,
     EXACT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     logits = _seen_logits(
-        cache, units, blocks, starts, token_step, head_step, queries, positions, scale,
-        group, window, row, part, HEADS, DIM, DIMS, GROUP, WINDOW, BLOCK, BLOCKS, EXACT, ALIGNED,
+        cache, units, blocks, counts, first, token_step, dim_step, head_step, queries, positions, scale,
+        group, window, size, row, part, HEADS, DIM, DIMS, GROUP, WINDOW, BLOCK, BLOCKS, EXACT, ALIGNED,
     )  # fmt: skip
     query = tl.arange(0, GROUP * WINDOW)
     head, back = query // WINDOW, query % WINDOW
     asked = (head < group) & (back < window)
-    total = tl.load(
-        totals + (row * group + head) * window + back, mask=asked, other=-float("inf")
-    )
+    total = tl.load(totals + (row * group + head) * window + back, mask=asked, other=-float("inf"))
     none = total == -float("inf")
     shares = tl.exp2(logits - tl.where(none, 0.0, total * 1.4426950408889634)[:, None])
     shares = tl.where((none | ~asked)[:, None], 0.0, shares)
@@ -236,4 +225,4 @@ def _token_attention(
     else:
         pooled = tl.sum(shares, 0) / group
     place = part * BLOCKS * BLOCK + tl.arange(0, BLOCKS * BLOCK)
-    tl.store(found + row * longest * BLOCK + place, pooled, mask=place < longest * BLOCK)
+    tl.store(found + row * size * BLOCK + place, pooled, mask=place < size * BLOCK)

@@ -32,7 +32,16 @@ def shift(
     rows, width = table.shape
     grid = (rows, triton.cdiv(width, COLUMNS))
     _shift[grid](
-        table, table.stride(0), lengths, released, block, out[0], out[0].stride(0), out[1], width, COLUMNS
+        table,
+        table.stride(0),
+        lengths,
+        released,
+        block,
+        out[0],
+        out[0].stride(0),
+        out[1],
+        width,
+        COLUMNS,
     )
 
 

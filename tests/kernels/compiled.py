@@ -55,26 +55,26 @@ def attention(kernel: Any, cache: str = "*bf16") -> Case:
     """Llama-3.1-8B: 4 query heads of 128 to a KV head, a window of 16."""
     constants = {
         **{"HEADS": 1, "DIM": 128, "DIMS": 128, "GROUP": 4, "WINDOW": 16, "BLOCK": 32},
-        **{"BLOCKS": score.TOKENS // 32, "POOLS": 0, "EXACT": False, "ALIGNED": 8},
+        **{"BLOCKS": score.TOKENS // 32, "POOLS": 0, "EXACT": False, "ALIGNED": 8, "dim_step": 1},
     }
     types = {
-        **{"cache": cache, "units": INT64, "blocks": INT64, "starts": INT64, "scale": "fp32"},
+        **{"cache": cache, "units": INT64, "blocks": INT64, "counts": INT64, "scale": "fp32"},
         **{"queries": "*bf16", "positions": INT64, "totals": "*fp32"},
         **{"lse": "*fp32", "found": "*fp32"},
     }
-    return Case(kernel, constants, types, ("token_step", "head_step"))
+    return Case(kernel, constants, types, ("first", "token_step", "head_step"))
 
 
 def numbers(kernel: Any, kind: int) -> Case:
     constants = {
         **{"KIND": kind, "DIM": 128, "DIMS": 128, "BLOCK": 32},
-        **{"BLOCKS": score.TOKENS // 32, "ALIGNED": 8},
+        **{"BLOCKS": score.TOKENS // 32, "ALIGNED": 8, "dim_step": 1},
     }
     types = {
-        **{"cache": "*bf16", "units": INT64, "starts": INT64},
+        **{"cache": "*bf16", "units": INT64, "counts": INT64},
         **{"found": "*fp32", "sums": "*fp32", "anchor": "*fp32"},
     }
-    return Case(kernel, constants, types, ("token_step", "values"))
+    return Case(kernel, constants, types, ("first", "token_step"))
 
 
 def selection(kind: int) -> Case:

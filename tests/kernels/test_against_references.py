@@ -1,6 +1,5 @@
 """Each kernel against its reference, over shapes, dtypes, layouts and ragged lengths."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nexus_vllm.kernels import fill, score, select, shift, statistics, window
 from nexus_vllm.kernels.rows import Rows
 
 SOME = settings(
@@ -28,13 +28,24 @@ def caches(draw: Any, heads: int | None = None) -> Rows:
     """Rows of up to three sequences in a small pool: two layers, a few KV heads, any layout."""
     dim, layout = draw(st.sampled_from(SIZES)), draw(st.sampled_from(LAYOUTS))
     dtype = draw(st.sampled_from(DTYPES))
+    by_dim = layout == "LBHNC" and draw(st.booleans())  # as a CPU's cache may be
     kv_heads, layers, pages = draw(st.sampled_from((1, 2, 3))), 2, 7
     content = 2 * dim
     # Numbers from one to the next of: layer, page, head, token.
     if layout == "LBHNC":
-        step = (pages * kv_heads * BLOCK * content, kv_heads * BLOCK * content, BLOCK * content, content)
+        step = (
+            pages * kv_heads * BLOCK * content,
+            kv_heads * BLOCK * content,
+            BLOCK * content,
+            content,
+        )
     elif layout == "LBNHC":
-        step = (pages * kv_heads * BLOCK * content, kv_heads * BLOCK * content, content, kv_heads * content)
+        step = (
+            pages * kv_heads * BLOCK * content,
+            kv_heads * BLOCK * content,
+            content,
+            kv_heads * content,
+        )
     else:
         step = (
             kv_heads * BLOCK * content, layers * kv_heads * BLOCK * content, BLOCK * content, content,
@@ -43,22 +54,25 @@ def caches(draw: Any, heads: int | None = None) -> Rows:
     cache = torch.randn(layers * pages * kv_heads * BLOCK * content, generator=random).to(dtype)
     rows = []
     for length in draw(st.lists(st.integers(0, pages), min_size=1, max_size=3)):
-        taken = torch.randperm(pages, generator=random)[:length]
-        ids = torch.randperm(2 * pages, generator=random)[:length]
+        taken, ids = torch.full((pages,), -1), torch.full((pages,), 2**40)
+        taken[:length] = torch.randperm(pages, generator=random)[:length]
+        ids[:length] = torch.randperm(2 * pages, generator=random)[:length]
         for layer in range(layers):
             for head in range(kv_heads if heads is None else 1):
-                rows.append((layer * step[0] + taken * step[1] + head * step[2], ids))
-    lengths = torch.tensor([0, *(len(ids) for _, ids in rows)])
+                units = layer * step[0] + taken * step[1] + head * step[2]
+                rows.append((units, ids, torch.tensor(length)))
+    units, blocks, counts = (torch.stack(part) for part in zip(*rows, strict=True))
+    size = int(counts.max())
     return Rows(
         cache=cache,
-        units=torch.cat([units for units, _ in rows]),
-        blocks=torch.cat([ids for _, ids in rows]),
-        starts=lengths.cumsum(0),
-        longest=int(lengths.max()),
+        units=units[:, :size].contiguous(),
+        blocks=blocks[:, :size].contiguous(),
+        counts=counts,
         block=BLOCK,
         head_size=dim,
-        token_step=step[3],
-        values=dim,
+        token_step=step[3] if not by_dim else 1,
+        dim_step=BLOCK if by_dim else 1,
+        values=BLOCK * dim if by_dim else dim,
         heads=1 if heads is None else kv_heads,
         head_step=0 if heads is None else step[2],
     )
@@ -67,9 +81,9 @@ def caches(draw: Any, heads: int | None = None) -> Rows:
 def asked(rows: Rows, group: int, window: int, seed: int) -> tuple[Tensor, Tensor]:
     """Queries and positions of rows; the window's last query may come before some blocks."""
     random = torch.Generator().manual_seed(seed)
-    shape = (len(rows), group, window, rows.head_size)
+    shape = (rows.shape[0], group, window, rows.head_size)
     queries = torch.randn(shape, generator=random).to(rows.cache.dtype)
-    first = torch.randint(0, 14 * BLOCK, (len(rows), 1), generator=random)
+    first = torch.randint(0, 14 * BLOCK, (rows.shape[0], 1), generator=random)
     return queries, first + torch.arange(window)
 
 
@@ -78,21 +92,17 @@ WINDOWS = st.tuples(st.sampled_from((1, 2, 3, 4, 7, 8, 16)), st.sampled_from((1,
 
 @SOME
 @given(rows=caches(), shape=WINDOWS, seed=st.integers(0, 2**31))
-def test_attention(
-    kernels: SimpleNamespace, rows: Rows, shape: tuple[int, int], seed: int
-) -> None:
-    check_attention(kernels.score, rows, *shape, seed)
+def test_attention(rows: Rows, shape: tuple[int, int], seed: int) -> None:
+    check_attention(rows, *shape, seed)
 
 
 @SOME
 @given(rows=caches(heads=1), window=st.sampled_from((1, 4, 16)), seed=st.integers(0, 2**31))
-def test_attention_of_averaged_heads(
-    kernels: SimpleNamespace, rows: Rows, window: int, seed: int
-) -> None:
-    check_attention(kernels.score, rows, 1, window, seed)
+def test_attention_of_averaged_heads(rows: Rows, window: int, seed: int) -> None:
+    check_attention(rows, 1, window, seed)
 
 
-def check_attention(score: Any, rows: Rows, group: int, window: int, seed: int) -> None:
+def check_attention(rows: Rows, group: int, window: int, seed: int) -> None:
     queries, positions = asked(rows, group, window, seed)
     scale = rows.head_size**-0.5
     expected = score.block_lse_reference(rows, queries, positions, scale)
@@ -109,8 +119,7 @@ def check_attention(score: Any, rows: Rows, group: int, window: int, seed: int) 
 
 @SOME
 @given(rows=caches())
-def test_statistics(kernels: SimpleNamespace, rows: Rows) -> None:
-    statistics = kernels.statistics
+def test_statistics(rows: Rows) -> None:
     anchor = statistics.anchor_reference(rows)
     assert torch.allclose(statistics.anchor(rows), anchor, rtol=0, atol=1e-6)
     for kind in statistics.KINDS:
@@ -128,9 +137,7 @@ def test_statistics(kernels: SimpleNamespace, rows: Rows) -> None:
     steep=st.sampled_from((0, 1, 8, 40)),
     seed=st.integers(0, 2**31),
 )  # fmt: skip
-def test_selections_are_the_same(
-    kernels: SimpleNamespace, kind: Any, shape: tuple[int, int], steep: int, seed: int
-) -> None:
+def test_selections_are_the_same(kind: Any, shape: tuple[int, int], steep: int, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     rows, size = shape
     weights = torch.rand(shape, generator=random) ** steep
@@ -150,16 +157,16 @@ def test_selections_are_the_same(
         "n": kind[1],
         "temperature": kind[2],
     }
-    expected = kernels.select.reference(kind[0], weights, keep, forced, **told)
-    found = kernels.select.select(kind[0], weights, keep, forced, **told)
+    expected = select.reference(kind[0], weights, keep, forced, **told)
+    found = select.select(kind[0], weights, keep, forced, **told)
     assert torch.equal(found.sum(-1), keep)
     assert torch.equal(found, expected)
 
 
-def test_a_selector_without_a_kernel_is_refused(kernels: SimpleNamespace) -> None:
+def test_a_selector_without_a_kernel_is_refused() -> None:
     some = torch.zeros(1, 3)
     with pytest.raises(ValueError, match="'pareto' has no kernel"):
-        kernels.select.select(
+        select.select(
             "pareto", some, torch.ones(1), some.bool(), seeds=[0], events=[0],
             layers=torch.zeros(1), block_ids=some.long(),
         )  # fmt: skip
@@ -171,21 +178,21 @@ def test_a_selector_without_a_kernel_is_refused(kernels: SimpleNamespace) -> Non
     copies=st.integers(0, 4),
     seed=st.integers(0, 2**31),
 )
-def test_fills(kernels: SimpleNamespace, words: int, copies: int, seed: int) -> None:
+def test_fills(words: int, copies: int, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     cache = torch.randint(-(2**31), 2**31 - 1, (9 * words,), generator=random, dtype=torch.int32)
     places = torch.randperm(9, generator=random)[: 2 * copies] * words
     expected = cache.clone()
-    kernels.fill.reference(expected, places[:copies], places[copies:], words)
-    kernels.fill.fill(cache, places[:copies], places[copies:], words)
+    fill.reference(expected, places[:copies], places[copies:], words)
+    fill.fill(cache, places[:copies], places[copies:], words)
     assert torch.equal(cache, expected)
 
 
 @pytest.mark.parametrize(("words", "first"), [(6, 0), (8, 1)])
-def test_what_is_not_aligned_is_refused(kernels: SimpleNamespace, words: int, first: int) -> None:
+def test_what_is_not_aligned_is_refused(words: int, first: int) -> None:
     cache = torch.zeros(64, dtype=torch.int32)[first:]
     with pytest.raises(ValueError, match="not 16-byte aligned"):
-        kernels.fill.fill(cache, torch.tensor([0]), torch.tensor([16]), words)
+        fill.fill(cache, torch.tensor([0]), torch.tensor([16]), words)
 
 
 @SOME
@@ -194,9 +201,7 @@ def test_what_is_not_aligned_is_refused(kernels: SimpleNamespace, words: int, fi
     width=st.sampled_from((1, 255, 256, 300)),
     seed=st.integers(0, 2**31),
 )
-def test_shifts(
-    kernels: SimpleNamespace, rows: list[tuple[int, int]], width: int, seed: int
-) -> None:
+def test_shifts(rows: list[tuple[int, int]], width: int, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     table = torch.randint(0, 999, (len(rows), width), generator=random, dtype=torch.int32)
     blocks = torch.tensor([min(max(row), width) for row in rows], dtype=torch.int32)
@@ -204,8 +209,8 @@ def test_shifts(
     lengths = blocks * BLOCK
     expected = torch.full_like(table, -7), torch.full_like(lengths, -7)
     found = torch.full_like(table, -7), torch.full_like(lengths, -7)
-    kernels.shift.reference(table, lengths, released, BLOCK, expected)
-    kernels.shift.shift(table, lengths, released, BLOCK, found)
+    shift.reference(table, lengths, released, BLOCK, expected)
+    shift.shift(table, lengths, released, BLOCK, found)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
     for row, gone in enumerate(released.tolist()):
@@ -218,9 +223,7 @@ def test_shifts(
     heads=st.sampled_from((1, 3)),
     rows=st.sampled_from((1, 4, 17)),
 )
-def test_windows(
-    kernels: SimpleNamespace, requests: list[tuple[int, int, bool]], heads: int, rows: int
-) -> None:
+def test_windows(requests: list[tuple[int, int, bool]], heads: int, rows: int) -> None:
     new = torch.tensor([0, *(tokens for tokens, _, _ in requests)], dtype=torch.int32)
     starts = new.cumsum(0).int()
     lengths = torch.tensor([n + before for n, before, _ in requests], dtype=torch.int32)
@@ -230,8 +233,8 @@ def test_windows(
     query = torch.randn(int(starts[-1]) + 3, heads, 80)
     expected = torch.zeros(max(1, len(requests)) * rows, heads, 80)
     found = expected.clone()
-    kernels.window.reference(query, starts, lengths, slots, rows, expected)
-    kernels.window.window(query, starts, lengths, slots, rows, found)
+    window.reference(query, starts, lengths, slots, rows, expected)
+    window.window(query, starts, lengths, slots, rows, found)
     assert torch.equal(found, expected)
     for slot, (tokens, before, known) in enumerate(requests):
         for back in range(min(tokens, rows) if known else 0):
