@@ -77,6 +77,7 @@ class Nexus(Policy):
 
     name: ClassVar[str] = "nexus"
     needs_window: ClassVar[bool] = True
+    gathers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field, low in (("walk_steps", 0), ("lam", 0.0), ("eps_tie", 0.0)):
