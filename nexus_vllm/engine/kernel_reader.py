@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,15 +28,14 @@ class Steps:
     @classmethod
     def of(cls, layout: UnitLayout, cache: Tensor) -> "Steps | None":
         """In the memory of `cache` [pages, heads, block, content]; None where no rule gives it."""
-        content = cache.shape[-1]
-        order = layout.order.cpu()
+        order, content = np.array(layout.order.tolist()), cache.shape[-1]
         places = order // content * cache.stride(2) + order % content * cache.stride(3)
         block, dim = places.shape
         first = int(places[0, 0])
         token = int(places[1, 0]) - first if block > 1 else 0
         step = int(places[0, 1]) - first if dim > 1 else 0
-        rule = first + token * torch.arange(block)[:, None] + step * torch.arange(dim)
-        return cls(first, token, step) if torch.equal(rule, places) else None
+        rule = first + token * np.arange(block)[:, None] + step * np.arange(dim)
+        return cls(first, token, step) if np.array_equal(rule, places) else None
 
 
 @dataclass(frozen=True)
