@@ -5,7 +5,7 @@ same. On a GPU the kernels run; elsewhere the references do, and Triton need not
 """
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsInt
 
 import torch
 from torch import Tensor
@@ -79,3 +79,18 @@ def select(
         validate=False,
         **parameters,
     )
+
+
+def number(count: Tensor) -> SupportsInt:
+    """A number that the host wants to know, once the step's tokens have come, and not before."""
+    if count.device.type != "cuda":
+        return int(count)
+    copied = torch.empty((), dtype=count.dtype, pin_memory=True)
+    copied.copy_(count, non_blocking=True)
+    return copied
+
+
+def wait(device: torch.device) -> None:
+    """Until all that the device was told to do is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
