@@ -1,7 +1,7 @@
 """Which implementation of scoring, selecting, copying and shifting a worker uses.
 
-Every kernel in `nexus_vllm.kernels` stands beside a reference in plain torch that computes the same.
-On a GPU the kernels run; elsewhere the references do, unless Triton interprets them.
+Every kernel in `nexus_vllm.kernels` stands beside a reference in plain torch that computes the
+same. On a GPU the kernels run; elsewhere the references do, unless Triton interprets them.
 """
 
 import os
