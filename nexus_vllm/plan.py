@@ -136,9 +136,10 @@ class StepPlan:
 class StepReport:
     """What the workers did with one step's evictions: statistics, and whose policy has failed.
 
-    `moved`: copied (layer, block) slices per sequence, of which a GPU may still have to tell, see
-    `settle`. `seconds`: one entry per eviction, of the slowest rank. `failed`: what was raised while blocks were chosen, per sequence, which must end:
-    its row is sound, but holds blocks that nobody chose.
+    `moved`: copied (layer, block) slices per sequence, which a GPU may still have to tell (see
+    `settle`). `seconds`: one entry per eviction, of the slowest rank. `failed`: what was raised
+    while blocks were chosen, per sequence, which must end: its row is sound, but holds blocks that
+    nobody chose.
     """
 
     moved: dict[str, SupportsInt] = field(default_factory=dict)
@@ -146,7 +147,7 @@ class StepReport:
     failed: dict[str, str] = field(default_factory=dict)
 
     def settle(self) -> "StepReport":
-        """Plain numbers from now on: all that a GPU had to tell has come, as the step's tokens have."""
+        """Plain numbers from now on: what a GPU had to tell has come, as the step's tokens have."""
         self.moved = {request_id: int(moved) for request_id, moved in self.moved.items()}
         return self
 

@@ -5,7 +5,7 @@ pages of the live window -> keys --policy--> weights --selector--> kept blocks -
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsInt
 
 import torch
 from torch import Tensor
@@ -160,7 +160,7 @@ class Evictor:
 
     def evict(
         self, sequence: Sequence, eviction: Eviction, on_error: OnError | None = None
-    ) -> tuple[int, Tensor]:
+    ) -> tuple[SupportsInt, Tensor]:
         """Shrink one sequence to the pages the scheduler left it.
 
         on_error: told what choosing blocks has raised; then sinks and the newest ones stay.
@@ -273,29 +273,25 @@ class Evictor:
             values = layout.read_all(caches, pages)
         return {"keys": layers[0].keys.read_all(caches, pages), "values": values}
 
-    def _fill(self, eviction: Eviction, kept: Tensor) -> tuple[int, Tensor]:
+    def _fill(self, eviction: Eviction, kept: Tensor) -> tuple[SupportsInt, Tensor]:
         """Copy kept blocks out of pages that go into pages that stay.
 
         Returns the number of copies, and which of the live blocks is in each page that stays,
         [layers, len(kept_pages)]. A page that stays and whose own block is kept is not touched.
         Sources and destinations are disjoint, so copies need no scratch and no order.
         """
-        slot_of_page = {page: slot for slot, page in enumerate(eviction.kept_pages)}
-        slots = torch.tensor([slot_of_page.get(page, -1) for page in eviction.pages])
-        pages, kept_pages = torch.tensor(eviction.pages), torch.tensor(eviction.kept_pages)
-        stays, leaves = kept & (slots >= 0), kept & (slots < 0)
-        taken = torch.full((len(self.layers), len(kept_pages)), -1)
-        row, block = stays.nonzero().T
-        taken[row, slots[block]] = block
-        # Every layer keeps as many blocks as there are slots: for each that leaves, one is open.
-        source, target = leaves.nonzero(), (taken < 0).nonzero()
-        taken[taken < 0] = source[:, 1]
-        copies = leaves.sum(1).tolist()
-        for layer, old, new in zip(
-            self.layers,
-            pages[source[:, 1]].split(copies),
-            kept_pages[target[:, 1]].split(copies),
-            strict=True,
-        ):
-            layer.cache.index_copy_(0, new, layer.cache.index_select(0, old))
-        return len(source), taken
+        pages, kept_pages = eviction.pages, eviction.kept_pages
+        slot_of_page = {page: slot for slot, page in enumerate(kept_pages)}
+        slots = [slot_of_page.get(page, -1) for page in pages]
+        most = min(len(kept_pages), slots.count(-1))
+        places = torch.tensor(slots, device=self.device)
+        pairs = ops.pair(kept, places, len(kept_pages), most)
+        source = torch.tensor(pages, device=self.device)[pairs.source]
+        target = torch.tensor(kept_pages, device=self.device)[pairs.target]
+        if self.memory is not None:
+            self.memory.copy_pages(source, target, pairs.counts)
+        else:
+            copies = zip(self.layers, source, target, pairs.counts.tolist(), strict=True)
+            for layer, old, new, count in copies:
+                layer.cache.index_copy_(0, new[:count], layer.cache.index_select(0, old[:count]))
+        return ops.number(pairs.counts.sum()), pairs.taken

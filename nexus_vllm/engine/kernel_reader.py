@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nexus_vllm.engine.layout import UnitLayout
-from nexus_vllm.kernels import score, statistics
+from nexus_vllm.kernels import fill, score, statistics
 from nexus_vllm.kernels.rows import Rows
 from nexus_vllm.policies.base import Heads, Pool
 
@@ -36,6 +36,17 @@ class Steps:
         step = int(places[0, 1]) - first if dim > 1 else 0
         rule = first + token * np.arange(block)[:, None] + step * np.arange(dim)
         return cls(first, token, step) if np.array_equal(rule, places) else None
+
+
+def dense(cache: Tensor) -> bool:
+    """Whether a page of `cache` [pages, ...] lies in one piece, in whatever order."""
+    expected = 1
+    inside = zip(cache.shape[1:], cache.stride()[1:], strict=True)
+    for size, stride in sorted(inside, key=lambda pair: pair[1]):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,10 @@ class Memory:
                     f"kernels need all layers in one allocation and alike; layer {layer.index} is "
                     f"{tuple(layer.cache.shape)} with strides {layer.cache.stride()}"
                 )
+        if not dense(cache):
+            raise ValueError(
+                f"kernels need each page of a layer in one piece; strides are {cache.stride()}"
+            )
         keys = Steps.of(first.keys, cache)
         values = None if first.values is None else Steps.of(first.values, cache)
         if keys is None or (values is None and first.values is not None):
@@ -96,6 +111,19 @@ class Memory:
         """Where each layer's and head's units of these pages start, [layers, heads, len(pages)]."""
         heads = torch.arange(self.heads, device=pages.device) * self.head
         return self.base[layers, None, None] + pages * self.page + heads[:, None]
+
+    def copy_pages(self, source: Tensor, target: Tensor, counts: Tensor) -> None:
+        """Copy whole pages, of each layer the first `counts` [L] of source and target [L, C]."""
+        first = self.base[:, None]
+        size = self.heads * self.block * 2 * self.head_size
+        self._copy(first + source * self.page, first + target * self.page, size, counts)
+
+    def _copy(self, source: Tensor, target: Tensor, size: int, counts: Tensor) -> None:
+        """Copy `size` numbers from each of the places [R, C] to each of the others."""
+        words = 4 // self.flat.element_size()
+        fill.fill(
+            self.flat.view(torch.int32), source // words, target // words, size // words, counts
+        )
 
     def reader(self, units: Tensor, blocks: Tensor, counts: Tensor) -> "KernelReader":
         """Of the units that start at `units` [..., H, N], which hold `blocks` [..., H, N].

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, SupportsInt
 import torch
 from torch import Tensor
 
-from nexus_vllm import selectors
+from nexus_vllm import pairing, selectors
+from nexus_vllm.pairing import Pairs
 
 if TYPE_CHECKING:
     from nexus_vllm.engine.evictor import Layer
@@ -79,6 +80,15 @@ def select(
         validate=False,
         **parameters,
     )
+
+
+def pair(kept: Tensor, slots: Tensor, places: int, most: int) -> Pairs:
+    """`pairing.pair`."""
+    if use_kernels(kept.device):
+        from nexus_vllm.kernels import pairs
+
+        return pairs.pairs(kept, slots, places, most)
+    return pairing.pair(kept, slots, places, most)
 
 
 def number(count: Tensor) -> SupportsInt:
