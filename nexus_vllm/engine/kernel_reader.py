@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nexus_vllm.engine.layout import UnitLayout
-from nexus_vllm.kernels import fill, score, statistics
+from nexus_vllm.kernels import fill, score, statistics, walk
 from nexus_vllm.kernels.rows import Rows
 from nexus_vllm.policies.base import Heads, Pool
 
@@ -164,10 +164,35 @@ class KernelReader:
     def block_attention(
         self, queries: Tensor, positions: Tensor, scale: float, heads: Heads
     ) -> Tensor:
-        rows = self.rows if heads == "per-head" else self._averaged()
-        lse = score.block_lse(rows, *self._asked(queries, positions, heads), scale)
+        lse = self._block_lse(queries, positions, scale, heads)
         maps = lse.softmax(-1).nan_to_num_(nan=0.0)  # of a query that sees nothing
         return maps.reshape(*self.lead, -1, *maps.shape[-2:])
+
+    def walk(
+        self,
+        queries: Tensor,
+        positions: Tensor,
+        scale: float,
+        heads: Heads,
+        *,
+        candidates: Tensor | None,
+        order: list[int],
+        lam: float,
+        pool_rows: Pool,
+        start: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        lse = self._block_lse(queries, positions, scale, heads)
+
+        def by_row(told: Tensor | None) -> Tensor | None:
+            """[R, N] of [..., N]."""
+            if told is None:
+                return None
+            each = self.heads if heads == "per-head" else 1
+            return told.reshape(-1, told.shape[-1]).repeat_interleave(each, dim=0)
+
+        found = walk.walk(lse, by_row(candidates), tuple(order), lam, pool_rows, by_row(start))
+        score, ended = (part.reshape(*self.lead, -1, part.shape[-1]) for part in found)
+        return score, ended
 
     def token_attention(
         self, queries: Tensor, positions: Tensor, scale: float, rows: Pool, heads: Pool
@@ -191,6 +216,11 @@ class KernelReader:
         """[..., N, heads, b, ...] of what was found of each row, [R, N, b, ...]."""
         found = found.view(*self.lead, self.heads, *found.shape[1:])
         return found.transpose(len(self.lead), len(self.lead) + 1)
+
+    def _block_lse(self, queries: Tensor, positions: Tensor, scale: float, heads: Heads) -> Tensor:
+        """[R, G, W, N], or with averaged heads [R / heads, 1, W, N]."""
+        rows = self.rows if heads == "per-head" else self._averaged()
+        return score.block_lse(rows, *self._asked(queries, positions, heads), scale)
 
     def _asked(self, queries: Tensor, positions: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
         """Queries by row, [R, G, W, D], and positions [R, W], of queries [..., W, Hq, D]."""

@@ -55,6 +55,25 @@ class Reader(Protocol):
     ) -> Tensor:
         """`token_attention` of them."""
 
+    def walk(
+        self,
+        queries: Tensor,
+        positions: Tensor,
+        scale: float,
+        heads: Heads,
+        *,
+        candidates: Tensor | None,
+        order: list[int],
+        lam: float,
+        pool_rows: Pool,
+        start: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Nexus' a + lam c and c of each head, both [..., H', N] (`policies.nexus`).
+
+        candidates: [..., N] bool, what the walk runs over; None: all. order: the rows that it
+        takes, 0 the oldest. start: [..., N], what it begins with, before it is scaled to 1.
+        """
+
     def key_norms(self) -> Tensor: ...
 
     def key_cosines(self) -> Tensor: ...
