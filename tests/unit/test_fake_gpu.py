@@ -91,16 +91,28 @@ def test_what_would_be_wrong_is_noticed(wrong: Callable[[Tensor], Any]) -> None:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("policy", policies.names())
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_choosing(monkeypatch: pytest.MonkeyPatch, implementation: str, policy: str) -> None:
-    monkeypatch.setenv(ENVIRONMENT, implementation)
+def test_evicting(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """All of it but the kernels, whose launches do nothing."""
+    monkeypatch.setenv(ENVIRONMENT, "triton")
     monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: None)
     settings = Settings(policy=policy)
     evictor = Evictor(layers(settings), settings)
-    choose(evictor, policy)
+    sequence = Sequence(0, replay=torch.empty(LAYERS, HEADS, 22, device=GPU))
+    for eviction in evictions(policy, "uniform"):
+        moved, kept = evictor.evict(sequence, eviction)
+        assert isinstance(moved, Tensor)
+        assert kept.device == GPU
+        assert kept.shape == (LAYERS, len(eviction.kept_pages))
+        if sequence.state is not None:
+            assert sequence.state.device == GPU
 
 
-def choose(evictor: Evictor, policy: str) -> Any:
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("policy", policies.names())
+def test_choosing_with_references(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "torch")
+    settings = Settings(policy=policy)
+    evictor = Evictor(layers(settings), settings)
     sequence = Sequence(0, replay=torch.empty(LAYERS, HEADS, 22, device=GPU))
     for eviction in evictions(policy, "uniform"):
         blocks = sequence.live_blocks(LAYERS, eviction.full, GPU)
