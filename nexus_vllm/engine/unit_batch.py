@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nexus_vllm.engine.ops import use_kernels
 from nexus_vllm.engine.sequences import Sequence
-from nexus_vllm.engine.units import Holding, UnitSpace
+from nexus_vllm.engine.units import Holding, UnitSpace, sent, unit_tables
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class UnevenBatch:
 
     `tables` [layers, heads * requests, width] int32 unit numbers; `lengths` [layers, heads *
     requests] int32 tokens; `starts` [heads * requests + 1] int32 first query row of each, where
-    queries are ordered by KV head, then as in the batch.
+    queries are ordered by KV head, then as in the batch. `starts_cpu`: the same on the host.
+    `longest`: the highest length of each layer, or more where the host knows of no more than that.
     """
 
     flat: Tensor
@@ -29,6 +31,8 @@ class UnevenBatch:
     tables: Tensor
     lengths: Tensor
     starts: Tensor
+    starts_cpu: Tensor
+    longest: list[int]
 
     @classmethod
     def of(
@@ -39,33 +43,67 @@ class UnevenBatch:
         lengths: np.ndarray,
         starts: np.ndarray,
         block_size: int,
+        exact: Tensor | None = None,
     ) -> "UnevenBatch":
-        """From the batch's page table [requests, width] and lengths, released blocks included."""
-        layers, heads, requests = len(space.base), space.heads, len(rows)
-        parts: list[tuple[Tensor | None, Tensor, Tensor]] = []
-        tokens = torch.empty(layers, heads, requests, dtype=torch.int32)
-        for index, sequence in enumerate(rows):
-            length = int(lengths[index])
-            holding, first = dealt_out(sequence)
-            tail = space.own(table[index, first : -(-length // block_size)].long())
-            counts = holding.counts if holding else torch.zeros(layers, heads, dtype=torch.long)
-            parts.append((holding.units if holding else None, counts, tail))
-            tokens[:, :, index] = counts * block_size + (length - first * block_size)
-        width = max(int(counts.max()) + tail.shape[-1] for _, counts, tail in parts)
-        tables = torch.zeros(layers, heads, requests, width, dtype=torch.int32)
-        for index, (units, counts, tail) in enumerate(parts):
-            row = tables[:, :, index]
-            if units is not None:
-                row[..., : units.shape[-1]] = units.clamp(min=0)
-            place = counts[..., None] + torch.arange(tail.shape[-1])
-            row.scatter_(2, place, tail.int())
+        """From the batch's page table [requests, width] and lengths, released blocks included.
+
+        Both may have more rows than `rows`. `exact`: lengths where the table is, for a host that
+        knows only upper bounds: there must be pages for those. Nothing waits for a GPU.
+        """
+        lengths = lengths[: len(rows)].astype(np.int64)
+        dealt = [dealt_out(sequence) for sequence in rows]
+        apart = _apart(dealt, len(space.base))
+        pages = np.minimum(-(-lengths // block_size), table.shape[1])
+        tail = np.maximum(pages - apart.first, 0)
+        if use_kernels(space.device):
+            from nexus_vllm.kernels.units import tables as build
+        else:
+            build = unit_tables
+        tables, tokens = build(
+            [holding and (holding.units, holding.counts_there) for holding, _ in dealt],
+            apart.first.tolist(),
+            tail.tolist(),
+            table,
+            sent(torch.from_numpy(lengths), space.device) if exact is None else exact,
+            space.base,
+            space.heads,
+            block_size,
+            int((apart.most.max(1) + tail).max()),
+        )
+        first_rows = per_head_starts(starts[: len(rows) + 1], space.heads)
         return cls(
             space.flat,
-            heads,
-            tables.flatten(1, 2),
-            tokens.flatten(1, 2),
-            per_head_starts(starts[: requests + 1], heads),
+            space.heads,
+            tables,
+            tokens,
+            sent(first_rows, space.device),
+            first_rows,
+            _longest(apart, lengths, block_size),
         )
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """`most` [requests, layers]: the most units that a head of each row and layer holds apart from
+    others; `first` [requests]: the first block that all hold alike."""
+
+    most: np.ndarray
+    first: np.ndarray
+
+
+def _apart(dealt: list[tuple[Holding | None, int]], layers: int) -> _Apart:
+    nothing = [0] * layers
+    return _Apart(
+        np.array([holding.most if holding else nothing for holding, _ in dealt]),
+        np.array([first for _, first in dealt]),
+    )
+
+
+def _longest(apart: _Apart, lengths: np.ndarray, block_size: int) -> list[int]:
+    """The most tokens that a head of each layer has."""
+    alike = lengths - apart.first * block_size
+    longest: list[int] = (apart.most * block_size + alike[:, None]).max(0).tolist()
+    return longest
 
 
 def dealt_out(sequence: Sequence | None) -> tuple[Holding | None, int]:
@@ -81,17 +119,30 @@ def per_head_starts(starts: np.ndarray, heads: int) -> Tensor:
     return torch.from_numpy(np.append(each.ravel(), heads * starts[-1]).astype(np.int32))
 
 
-class UnitTables:
-    """The tables of the last step, for as long as nothing but tokens in tail pages is new.
+@dataclass(frozen=True)
+class _Known:
+    """A step's batch, what it was made from, and how long its rows were."""
 
-    They are reused only if every row's holding, first block and tail pages are the same: compared
-    by content at each step, so nobody has to tell of evictions, moved rows or restarted requests.
+    key: list[tuple[Holding | None, int, bytes]]
+    apart: _Apart
+    exact: Tensor
+    batch: UnevenBatch
+
+
+class UnitTables:
+    """The batch over units, step by step.
+
+    On a GPU it is built anew at each step, by one kernel for all layers: it writes a few megabytes,
+    and the page table that it reads is never read by the host, so nobody has to tell of evictions,
+    moved rows, restarted requests or other pages.
+
+    On a CPU the tables of the last step are kept for as long as nothing but tokens in tail pages is
+    new: if every row's holding, first block and tail pages are the same, compared by content.
     """
 
     def __init__(self, space: UnitSpace) -> None:
         self.space = space
-        self._known: tuple[list[tuple[Holding | None, int, bytes]], np.ndarray, UnevenBatch] | None
-        self._known = None
+        self._known: _Known | None = None
 
     def batch(
         self,
@@ -100,31 +151,40 @@ class UnitTables:
         lengths: np.ndarray,
         starts: np.ndarray,
         block_size: int,
+        exact: Tensor | None = None,
     ) -> UnevenBatch:
         """The same as `UnevenBatch.of(space, ...)`."""
-        requests = len(rows)
+        if table.device.type != "cpu":
+            return UnevenBatch.of(self.space, rows, table, lengths, starts, block_size, exact)
+        requests, heads = len(rows), self.space.heads
         lengths, starts = lengths[:requests], starts[: requests + 1]
+        exact = torch.from_numpy(lengths) if exact is None else exact[:requests]
         pages = table.numpy()
         key = []
         for sequence, row, length in zip(rows, pages, lengths.tolist(), strict=False):
             holding, first = dealt_out(sequence)
             key.append((holding, first, row[first : -(-length // block_size)].tobytes()))
-        if self._known is not None and self._known[0] == key:
-            _, before, batch = self._known
-            more = torch.from_numpy((lengths - before).astype(np.int32))
+        known = self._known
+        if known is not None and known.key == key:
+            first_rows = per_head_starts(starts, heads)
             batch = replace(
-                batch,
-                lengths=batch.lengths + more.repeat(self.space.heads),
-                starts=per_head_starts(starts, self.space.heads),
+                known.batch,
+                lengths=known.batch.lengths + (exact - known.exact).int().repeat(heads),
+                starts=first_rows,
+                starts_cpu=first_rows,
+                longest=_longest(known.apart, lengths, block_size),
             )
+            self._known = replace(known, exact=exact.clone(), batch=batch)
         else:
-            batch = UnevenBatch.of(self.space, rows, table, lengths, starts, block_size)
-        self._known = key, lengths.copy(), batch
+            batch = UnevenBatch.of(self.space, rows, table, lengths, starts, block_size, exact)
+            apart = _apart([row[:2] for row in key], len(batch.longest))
+            self._known = _Known(key, apart, exact.clone(), batch)
         return batch
 
 
 def worth_folding(sequences: int, threads: int) -> bool:
-    """Whether decoding should show a KV head's query heads to the kernel as tokens of one head.
+    """Whether decoding on a CPU should show a KV head's query heads to the kernel as tokens of one
+    head.
 
     vLLM's CPU kernel cuts sequences so that all threads get equal shares, and its threads then wait
     for each other, spinning: on cores that others use too, a layer took twice as long. It does not

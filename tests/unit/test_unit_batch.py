@@ -68,6 +68,7 @@ class Batch:
             ours, expected = getattr(known, name), getattr(fresh, name)
             assert ours.dtype == torch.int32
             assert torch.equal(ours, expected), name
+        assert known.longest == fresh.longest == known.lengths.amax(1).tolist()
         lengths += 1000
         table.zero_()
         return known
@@ -173,7 +174,8 @@ def test_earlier_lengths_are_not_overwritten() -> None:
 @pytest.mark.parametrize("fold", [False, True])
 def test_queries_are_ordered_by_head_and_results_come_back(fold: bool, flat_output: bool) -> None:
     tokens, group, size = 5, 2, 4
-    batch = UnevenBatch(torch.empty(0), HEADS, torch.empty(0), torch.empty(0), torch.empty(0))
+    none = torch.empty(0)
+    batch = UnevenBatch(none, HEADS, none, none, none, none, [])
     units = UnitAttention(batch, [], fold)
     width = HEADS * group * size
     packed = torch.randn(tokens + 2, 3 * width)  # queries, keys and values side by side, padded

@@ -94,7 +94,7 @@ def test_every_unit_has_one_owner_over_a_sequences_life(data: st.DataObject) -> 
         kept[scores.flatten().topk(len(room)).indices] = True
         kept = kept.view(scores.shape)
         inside = torch.isin(holding.units, room) & kept
-        holding, source, target = holding.packed(kept, room)
+        holding, source, target = holding.packed(all_units, kept, kept.sum(-1), room)
         assert len(source) == int(kept.sum() - inside.sum()), "a block that could stay has moved"
         assert not set(source.tolist()) & set(target.tolist())
         all_units.copy(source, target)
@@ -107,4 +107,6 @@ def test_more_blocks_than_units_is_refused() -> None:
     all_units = space()
     holding = Holding.even(all_units, torch.tensor([1, 2]), torch.arange(2).expand(LAYERS, -1))
     with pytest.raises(ValueError, match="to keep in"):
-        holding.packed(holding.valid, all_units.own(torch.tensor([1])).flatten())
+        holding.packed(
+            all_units, holding.valid, holding.counts, all_units.own(torch.tensor([1])).flatten()
+        )
