@@ -23,16 +23,16 @@ class UnevenBatch:
     `tables` [layers, heads * requests, width] int32 unit numbers; `lengths` [layers, heads *
     requests] int32 tokens; `starts` [heads * requests + 1] int32 first query row of each, where
     queries are ordered by KV head, then as in the batch. `starts_cpu`: the same on the host.
-    `longest`: the highest length of each layer, or more where the host knows of no more than that.
+    `lengths_cpu`: the lengths as far as the host knows, which may be more.
     """
 
     flat: Tensor
     heads: int
     tables: Tensor
     lengths: Tensor
+    lengths_cpu: Tensor
     starts: Tensor
     starts_cpu: Tensor
-    longest: list[int]
 
     @classmethod
     def of(
@@ -50,60 +50,41 @@ class UnevenBatch:
         Both may have more rows than `rows`. `exact`: lengths where the table is, for a host that
         knows only upper bounds: there must be pages for those. Nothing waits for a GPU.
         """
-        lengths = lengths[: len(rows)].astype(np.int64)
+        layers, heads, requests = len(space.base), space.heads, len(rows)
+        lengths = lengths[:requests].astype(np.int64)
         dealt = [dealt_out(sequence) for sequence in rows]
-        apart = _apart(dealt, len(space.base))
+        first = np.array([block for _, block in dealt])
         pages = np.minimum(-(-lengths // block_size), table.shape[1])
-        tail = np.maximum(pages - apart.first, 0)
+        tail = np.maximum(pages - first, 0)
+        nothing = torch.zeros(layers, heads, dtype=torch.long)
+        counts = torch.stack([held.counts if held else nothing for held, _ in dealt], -1)
+        known = counts * block_size + torch.from_numpy(lengths - first * block_size)
+        width = int((counts.amax((0, 1)) + torch.from_numpy(tail)).max())
         if use_kernels(space.device):
             from nexus_vllm.kernels.units import tables as build
         else:
             build = unit_tables
         tables, tokens = build(
-            [holding and (holding.units, holding.counts_there) for holding, _ in dealt],
-            apart.first.tolist(),
+            [(held.units, held.counts_there) if held else None for held, _ in dealt],
+            first.tolist(),
             tail.tolist(),
             table,
             sent(torch.from_numpy(lengths), space.device) if exact is None else exact,
             space.base,
-            space.heads,
+            heads,
             block_size,
-            int((apart.most.max(1) + tail).max()),
+            width,
         )
-        first_rows = per_head_starts(starts[: len(rows) + 1], space.heads)
+        first_rows = per_head_starts(starts[: requests + 1], heads)
         return cls(
-            space.flat,
-            space.heads,
-            tables,
-            tokens,
-            sent(first_rows, space.device),
-            first_rows,
-            _longest(apart, lengths, block_size),
+            flat=space.flat,
+            heads=heads,
+            tables=tables,
+            lengths=tokens,
+            lengths_cpu=known.flatten(1, 2).int(),
+            starts=sent(first_rows, space.device),
+            starts_cpu=first_rows,
         )
-
-
-@dataclass(frozen=True)
-class _Apart:
-    """`most` [requests, layers]: the most units that a head of each row and layer holds apart from
-    others; `first` [requests]: the first block that all hold alike."""
-
-    most: np.ndarray
-    first: np.ndarray
-
-
-def _apart(dealt: list[tuple[Holding | None, int]], layers: int) -> _Apart:
-    nothing = [0] * layers
-    return _Apart(
-        np.array([holding.most if holding else nothing for holding, _ in dealt]),
-        np.array([first for _, first in dealt]),
-    )
-
-
-def _longest(apart: _Apart, lengths: np.ndarray, block_size: int) -> list[int]:
-    """The most tokens that a head of each layer has."""
-    alike = lengths - apart.first * block_size
-    longest: list[int] = (apart.most * block_size + alike[:, None]).max(0).tolist()
-    return longest
 
 
 def dealt_out(sequence: Sequence | None) -> tuple[Holding | None, int]:
@@ -124,7 +105,7 @@ class _Known:
     """A step's batch, what it was made from, and how long its rows were."""
 
     key: list[tuple[Holding | None, int, bytes]]
-    apart: _Apart
+    lengths: Tensor
     exact: Tensor
     batch: UnevenBatch
 
@@ -157,8 +138,9 @@ class UnitTables:
         if table.device.type != "cpu":
             return UnevenBatch.of(self.space, rows, table, lengths, starts, block_size, exact)
         requests, heads = len(rows), self.space.heads
-        lengths, starts = lengths[:requests], starts[: requests + 1]
-        exact = torch.from_numpy(lengths) if exact is None else exact[:requests]
+        lengths, starts = lengths[:requests].copy(), starts[: requests + 1]
+        told = torch.from_numpy(lengths)
+        exact = told if exact is None else exact[:requests].clone()
         pages = table.numpy()
         key = []
         for sequence, row, length in zip(rows, pages, lengths.tolist(), strict=False):
@@ -170,15 +152,13 @@ class UnitTables:
             batch = replace(
                 known.batch,
                 lengths=known.batch.lengths + (exact - known.exact).int().repeat(heads),
+                lengths_cpu=known.batch.lengths_cpu + (told - known.lengths).int().repeat(heads),
                 starts=first_rows,
                 starts_cpu=first_rows,
-                longest=_longest(known.apart, lengths, block_size),
             )
-            self._known = replace(known, exact=exact.clone(), batch=batch)
         else:
             batch = UnevenBatch.of(self.space, rows, table, lengths, starts, block_size, exact)
-            apart = _apart([row[:2] for row in key], len(batch.longest))
-            self._known = _Known(key, apart, exact.clone(), batch)
+        self._known = _Known(key, told, exact, batch)
         return batch
 
 

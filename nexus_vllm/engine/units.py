@@ -87,11 +87,11 @@ class UnitSpace:
         if not use_kernels(self.device):
             self.flat[target] = self.flat[source]
             return
-        from nexus_vllm.kernels import fill
+        from nexus_vllm.kernels.fill import fill
 
         memory = self.flat.flatten().view(torch.int32)
         words = len(memory) // len(self.flat)
-        fill.fill(memory, source * words, target * words, words)
+        fill(memory, source * words, target * words, words)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,12 +141,6 @@ class Holding:
     def counts_there(self) -> Tensor:
         """`counts` where the units are."""
         return sent(self.counts, self.units.device)
-
-    @cached_property
-    def most(self) -> list[int]:
-        """The most that a head of each layer holds."""
-        most: list[int] = self.counts.amax(1).tolist()
-        return most
 
     def packed(
         self, space: UnitSpace, kept: Tensor, counts: Tensor, room: Tensor, moves: int | None = None
@@ -232,7 +226,7 @@ def unit_tables(
             tokens[:, :, request] = length
             continue
         units, counts = dealt
-        row[..., : units.shape[-1]] = units.clamp(min=0)
+        row[..., : units.shape[-1]] = units[..., :width].clamp(min=0)
         row.scatter_(2, counts[..., None] + torch.arange(more, device=table.device), pages.int())
         tokens[:, :, request] = counts * block + length
     return tables.flatten(1, 2), tokens.flatten(1, 2)
