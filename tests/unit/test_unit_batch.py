@@ -69,9 +69,28 @@ class Batch:
             assert ours.dtype == torch.int32
             assert torch.equal(ours, expected), name
         assert torch.equal(known.lengths, known.lengths_cpu)
+        self.check_by_hand(fresh, table, lengths)
         lengths += 1000
         table.zero_()
         return known
+
+    def check_by_hand(self, batch: UnevenBatch, table: torch.Tensor, lengths: np.ndarray) -> None:
+        """Unit by unit: what a head holds apart, then its own unit of each page of the tail."""
+        shape = (LAYERS, HEADS, len(self.rows), -1)
+        for place in np.ndindex(shape[:3]):
+            layer, head, row = place
+            sequence, length = self.rows[row], int(lengths[row])
+            holding = None if sequence is None else sequence.holding
+            first, line = 0 if sequence is None else sequence.released, []
+            if holding is not None:
+                count = int(holding.counts[layer, head])
+                first, line = sequence.dealt, holding.units[layer, head, :count].tolist()
+            tokens = len(line) * BLOCK + length - first * BLOCK
+            for page in table[row, first : -(-length // BLOCK)].tolist():
+                line.append(int(self.space.base[layer]) + page * HEADS + head)
+            found = batch.tables.view(shape)[place].tolist()
+            assert found == line + [0] * (len(found) - len(line))
+            assert batch.lengths.view(shape)[place] == tokens
 
     def change(self, what: str, row: int) -> None:
         row %= len(self.rows)
