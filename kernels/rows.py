@@ -24,6 +24,8 @@ class Rows:
       next; 1 but for the caches of some CPU backends.
     keys, values: from the start of a unit to its first key, and to its first value.
     heads: KV heads whose keys a row averages, each `head_step` numbers after the one before.
+    scales: [2, R] float32, what a row's stored keys, and values, are multiplied by (fp8: vLLM's
+      `_k_scale` and `_v_scale` of a layer, one for all of it or one for each KV head); None: 1.
     """
 
     cache: Tensor
@@ -38,6 +40,7 @@ class Rows:
     values: int = 0
     heads: int = 1
     head_step: int = 0
+    scales: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,9 +62,8 @@ class Rows:
         return min(most, steps & -steps)
 
     def gather(self, values: bool = False) -> Tensor:
-        """Keys, or values, [R, N, block, D], in the cache's dtype, averaged over heads in float32.
-
-        What a row lacks is zeros.
+        """Keys, or values, [R, N, block, D], in the cache's dtype, or in float32 if they are
+        averaged over heads, or fp8. What a row lacks is zeros.
         """
         device = self.cache.device
         first = self.units + (self.values if values else self.keys)
@@ -69,9 +71,13 @@ class Rows:
         inside = token[:, None] + torch.arange(self.head_size, device=device) * self.dim_step
         place = first.masked_fill(~self.exists, 0)[..., None, None] + inside
         told = self.cache[place]
+        if told.element_size() == 1:
+            told = told.float()
         if self.heads > 1:
             told = told.float()
             for head in range(1, self.heads):
                 told = told + self.cache[place + head * self.head_step].float()
             told = told / self.heads
+        if self.scales is not None:
+            told = told.float() * self.scales[int(values)][:, None, None, None]
         return told.masked_fill(~self.exists[..., None, None], 0)

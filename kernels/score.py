@@ -30,7 +30,7 @@ def block_lse_reference(rows: Rows, queries: Tensor, positions: Tensor, scale: f
     queries: [R, G, W, D], those of the G query heads that share a row's keys; with `rows.heads` > 1
       of one averaged head, and keys are averaged over so many heads.
     positions: [R, W] int64, original token positions; a query sees keys up to its own.
-    scale: what logits are multiplied by, times what stored keys are (fp8).
+    scale: what logits are multiplied by, usually D ** -0.5.
     Returns [R, G, W, N] float32: -inf where a query sees nothing of a block, or there is no block.
     """
     return _logits(rows, queries, positions, scale).logsumexp(-1)
@@ -113,21 +113,28 @@ def _launch(
     grid = (triton.cdiv(size, blocks), count)
     kernel[grid](  # type: ignore[index]
         rows.cache, rows.units, rows.blocks, rows.counts, rows.keys, rows.token_step, rows.dim_step,
-        rows.head_step, queries.contiguous(), positions, scale, totals, into, group, window, size,
+        rows.head_step, positions if rows.scales is None else rows.scales, queries.contiguous(),
+        positions, scale, totals, into, group, window, size,
         HEADS=rows.heads, DIM=dim, DIMS=triton.next_power_of_2(dim), GROUP=heads, WINDOW=wide,
         BLOCK=rows.block, BLOCKS=blocks, POOLS=pools,
         EXACT=queries.dtype == torch.float32 or _INTERPRETED,
-        ALIGNED=rows.alignment,
+        ALIGNED=rows.alignment, SCALED=rows.scales is not None,
+        num_warps=_warps(heads * wide),
     )  # fmt: skip
+
+
+def _warps(queries: int) -> int:
+    """As many that their registers hold the logits."""
+    return 4 if queries <= 64 else 8
 
 
 @triton.jit
 def _seen_logits(
-    cache, units, blocks, counts, first, token_step, dim_step, head_step, queries, positions, scale,
-    group, window, size, row, part,
+    cache, units, blocks, counts, first, token_step, dim_step, head_step, scales, queries,
+    positions, scale, group, window, size, row, part,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXACT: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Logits [GROUP * WINDOW, BLOCKS * BLOCK] to the base 2, which is what the hardware has."""
     count = tl.load(counts + row).to(tl.int32)
@@ -161,6 +168,8 @@ def _seen_logits(
         logits = tl.dot(q.to(tl.float32), tl.trans(keys.to(tl.float32)), input_precision="ieee")
     else:
         logits = tl.dot(q, tl.trans(keys.to(q.dtype)))
+    if SCALED:
+        scale *= tl.load(scales + row)
     logits = logits * (scale * 1.4426950408889634)
     place = tl.load(blocks + row * size + block, mask=exists, other=0) * BLOCK + token % BLOCK
     last = tl.load(positions + row * window + back, mask=asked, other=-1)
@@ -168,18 +177,19 @@ def _seen_logits(
     return tl.where(seen, logits, -float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _block_lse(
-    cache, units, blocks, counts, first, token_step, dim_step, head_step, queries, positions, scale, totals, lse,
-    group, window, size,
+    cache, units, blocks, counts, first, token_step, dim_step, head_step, scales, queries,
+    positions, scale, totals, lse, group, window, size,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, POOLS: tl.constexpr,
-    EXACT: tl.constexpr, ALIGNED: tl.constexpr,
+    EXACT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     logits = _seen_logits(
-        cache, units, blocks, counts, first, token_step, dim_step, head_step, queries, positions, scale,
-        group, window, size, row, part, HEADS, DIM, DIMS, GROUP, WINDOW, BLOCK, BLOCKS, EXACT, ALIGNED,
+        cache, units, blocks, counts, first, token_step, dim_step, head_step, scales, queries,
+        positions, scale, group, window, size, row, part, HEADS, DIM, DIMS, GROUP, WINDOW, BLOCK,
+        BLOCKS, EXACT, ALIGNED, SCALED,
     )  # fmt: skip
     logits = tl.reshape(logits, (GROUP * WINDOW, BLOCKS, BLOCK))
     highest = tl.max(logits, 2)
@@ -195,18 +205,19 @@ def _block_lse(
     tl.store(into, found, mask=asked[:, None] & (column < size)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _token_attention(
-    cache, units, blocks, counts, first, token_step, dim_step, head_step, queries, positions, scale, totals, found,
-    group, window, size,
+    cache, units, blocks, counts, first, token_step, dim_step, head_step, scales, queries,
+    positions, scale, totals, found, group, window, size,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, POOLS: tl.constexpr,
-    EXACT: tl.constexpr, ALIGNED: tl.constexpr,
+    EXACT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     logits = _seen_logits(
-        cache, units, blocks, counts, first, token_step, dim_step, head_step, queries, positions, scale,
-        group, window, size, row, part, HEADS, DIM, DIMS, GROUP, WINDOW, BLOCK, BLOCKS, EXACT, ALIGNED,
+        cache, units, blocks, counts, first, token_step, dim_step, head_step, scales, queries,
+        positions, scale, group, window, size, row, part, HEADS, DIM, DIMS, GROUP, WINDOW, BLOCK,
+        BLOCKS, EXACT, ALIGNED, SCALED,
     )  # fmt: skip
     query = tl.arange(0, GROUP * WINDOW)
     head, back = query // WINDOW, query % WINDOW
@@ -216,13 +227,7 @@ def _token_attention(
     shares = tl.exp2(logits - tl.where(none, 0.0, total * 1.4426950408889634)[:, None])
     shares = tl.where((none | ~asked)[:, None], 0.0, shares)
     shares = tl.reshape(shares, (GROUP, WINDOW, BLOCKS * BLOCK))
-    if POOLS >= 2:
-        shares = tl.max(shares, 1)
-    else:
-        shares = tl.sum(shares, 1) / window
-    if POOLS % 2 == 1:
-        pooled = tl.max(shares, 0)
-    else:
-        pooled = tl.sum(shares, 0) / group
+    shares = tl.max(shares, 1) if POOLS >= 2 else tl.sum(shares, 1) / window
+    pooled = tl.max(shares, 0) if POOLS % 2 == 1 else tl.sum(shares, 0) / group
     place = part * BLOCKS * BLOCK + tl.arange(0, BLOCKS * BLOCK)
     tl.store(found + row * size * BLOCK + place, pooled, mask=place < size * BLOCK)

@@ -15,7 +15,7 @@ from torch import Tensor
 from nexus_vllm import selectors
 
 KINDS = ("topk", "gumbel", "reservoir")
-"""What the kernel draws. The others sum weights over a row, which `reference` does on any device."""
+"""What the kernel draws. Others sum weights over a row, which `reference` does on any device."""
 
 
 def reference(

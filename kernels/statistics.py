@@ -60,19 +60,22 @@ def _launch(rows: Rows, kernel: object, found: Tensor, anchor: Tensor, kind: int
     count, size = rows.shape
     if count and size:
         grid = (triton.cdiv(size, blocks), count)
-        first = rows.values if kind == KINDS.index("range") else rows.keys
+        values = kind == KINDS.index("range")
+        first = rows.values if values else rows.keys
+        scales = None if rows.scales is None else rows.scales[int(values)]
         kernel[grid](  # type: ignore[index]
-            rows.cache, rows.units, rows.counts, first, rows.token_step, rows.dim_step, found, anchor,
-            size, KIND=kind, DIM=rows.head_size, DIMS=triton.next_power_of_2(rows.head_size),
-            BLOCK=rows.block, BLOCKS=blocks, ALIGNED=rows.alignment,
+            rows.cache, rows.units, rows.counts, first, rows.token_step, rows.dim_step,
+            anchor if scales is None else scales, found, anchor, size, KIND=kind,
+            DIM=rows.head_size, DIMS=triton.next_power_of_2(rows.head_size), BLOCK=rows.block,
+            BLOCKS=blocks, ALIGNED=rows.alignment, SCALED=scales is not None,
         )  # fmt: skip
 
 
 @triton.jit
 def _held(
-    cache, units, counts, first, token_step, dim_step, row, part, size,
+    cache, units, counts, first, token_step, dim_step, scales, row, part, size,
     DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Numbers [BLOCKS * BLOCK, DIMS] of a part of a row, float32; 0 where there are none."""
     token, dim = tl.arange(0, BLOCKS * BLOCK), tl.arange(0, DIMS)
@@ -86,19 +89,20 @@ def _held(
     )
     held = exists[:, None] & (dim < DIM)[None, :]
     place = at[:, None] + dim[None, :] * dim_step
-    return tl.load(cache + place, mask=held, other=0.0).to(tl.float32)
+    told = tl.load(cache + place, mask=held, other=0.0).to(tl.float32)
+    return told * tl.load(scales + row) if SCALED else told
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _tokens(
-    cache, units, counts, first, token_step, dim_step, found, anchor, size,
+    cache, units, counts, first, token_step, dim_step, scales, found, anchor, size,
     KIND: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     told = _held(
-        cache, units, counts, first, token_step, dim_step, row, part, size, DIM, DIMS, BLOCK, BLOCKS,
-        ALIGNED,
+        cache, units, counts, first, token_step, dim_step, scales, row, part, size, DIM, DIMS,
+        BLOCK, BLOCKS, ALIGNED, SCALED,
     )  # fmt: skip
     dim = tl.arange(0, DIMS)
     if KIND == 2:
@@ -114,16 +118,16 @@ def _tokens(
     tl.store(found + row * size * BLOCK + place, result, mask=place < size * BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _sums(
-    cache, units, counts, first, token_step, dim_step, sums, anchor, size,
+    cache, units, counts, first, token_step, dim_step, scales, sums, anchor, size,
     KIND: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     told = _held(
-        cache, units, counts, first, token_step, dim_step, row, part, size, DIM, DIMS, BLOCK, BLOCKS,
-        ALIGNED,
+        cache, units, counts, first, token_step, dim_step, scales, row, part, size, DIM, DIMS,
+        BLOCK, BLOCKS, ALIGNED, SCALED,
     )  # fmt: skip
     norm = tl.maximum(tl.sqrt(tl.sum(told * told, 1)), 1e-12)
     dim = tl.arange(0, DIMS)

@@ -57,7 +57,9 @@ def costs(model: Model, live: int, window: int = 16, block: int = 32) -> dict[st
     gone = blocks // 32
     queries = model.layers * model.heads * window * model.size * model.number
     return {
-        "score": Cost(keys + queries, maps, 2 * model.heads * model.layers * window * live * model.size),
+        "score": Cost(
+            keys + queries, maps, 2 * model.heads * model.layers * window * live * model.size
+        ),
         "anchors": Cost(keys, 0, 4 * keys / model.number),
         "cosines": Cost(keys, rows * live * 4, 4 * keys / model.number),
         "maps to weights": Cost(maps + rows * live * 4, rows * blocks * 4, 8 * maps / 4),

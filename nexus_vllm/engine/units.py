@@ -31,6 +31,16 @@ def sent(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Which units are copied where: the first `count` [] of `source`, `target` [C]; no unit is in
+    both. The rest, of which there is none on a CPU, would copy unit 0 to itself."""
+
+    source: Tensor
+    target: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True)
 class UnitSpace:
     """All units of the pool as one array, and the number of each.
 
@@ -82,16 +92,16 @@ class UnitSpace:
         heads = torch.arange(self.heads, device=self.device)
         return self.base[:, None, None] + pages * self.heads + heads[:, None]
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole units; no unit may be in both, but one may be copied to itself."""
+    def copy(self, copies: Copies) -> None:
+        """Copy whole units."""
         if not use_kernels(self.device):
-            self.flat[target] = self.flat[source]
+            self.flat[copies.target] = self.flat[copies.source]
             return
         from nexus_vllm.kernels.fill import fill
 
         memory = self.flat.flatten().view(torch.int32)
         words = len(memory) // len(self.flat)
-        fill(memory, source * words, target * words, words)
+        fill(memory, copies.source * words, copies.target * words, words, copies.count.view(1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,15 +154,15 @@ class Holding:
 
     def packed(
         self, space: UnitSpace, kept: Tensor, counts: Tensor, room: Tensor, moves: int | None = None
-    ) -> tuple["Holding", Tensor, Tensor]:
+    ) -> tuple["Holding", Copies]:
         """Keep the blocks marked in `kept` [layers, heads, most], all within the units `room`.
 
         `counts` [layers, heads], on the host, is how many each head keeps, and `room` a flat list
         of as many units. Blocks whose unit is in it stay where they are; of the others the i-th
         moves to the i-th unit left over, a pair's own ones first being no concern: a unit is just
-        memory. Returns the new holding and the copies (source, target). On a GPU these are `moves`
-        copies, the most that there can be (None: as many as `room` has units), those that are not
-        needed from unit 0 to itself. Raises ValueError where counts do not match.
+        memory. Returns the new holding and the copies, which on a GPU are listed with room for
+        `moves`, the most that there can be (None: as many as `room` has units). Raises ValueError
+        where counts do not match.
         """
         if int(counts.sum()) != len(room):
             raise ValueError(f"{int(counts.sum())} blocks to keep in {len(room)} units")
@@ -162,8 +172,9 @@ class Holding:
         staying = kept & (marks[self.units] == 1)
         leaving = kept ^ staying
         marks.index_fill_(0, torch.where(staying, self.units, len(space.flat)).flatten(), 2)
+        count = leaving.sum()
         if space.device.type == "cpu":
-            moves = int(leaving.sum())
+            moves = int(count)
         bound = len(room) if moves is None else min(moves, len(room))
         source, number = _listed(self.units.flatten(), leaving.flatten(), bound)
         target, _ = _listed(room, marks[room] == 1, bound)
@@ -172,7 +183,7 @@ class Holding:
         new = Holding(
             _to_the_front(moved, kept, most, -1), _to_the_front(self.blocks, kept, most, -1), counts
         )
-        return new, source[:bound], target[:bound]
+        return new, Copies(source[:bound], target[:bound], count)
 
     def check_integrity(self, room: Tensor) -> None:
         """Raise RuntimeError unless the units of `room` have one owner each and no others have."""

@@ -20,7 +20,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from nexus_vllm.engine import attention, compat
+from nexus_vllm.engine import attention, compat, ops
 from nexus_vllm.engine.evictor import PROFILER_RANGE, Evictor, Layer
 from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.profiles import rank_heads, servable
@@ -214,6 +214,9 @@ class EvictionWorker(PlatformWorker):
                 self._evict(eviction, report)
         self._report = None
         if plan.evictions:
+            if not self.reports.alone:
+                ops.wait(self.device)
+                report.settle()
             self._report = self.reports.gather(report)
             self.runner.commit_rows()
         for request_id in plan.started:

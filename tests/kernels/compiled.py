@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nexus_vllm.kernels import fill, score, select, shift, statistics, units, window
+from nexus_vllm.kernels import fill, pairs, score, select, shift, statistics, units, walk, window
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = (80, 90, 100)
@@ -48,7 +48,7 @@ class Case:
         }
         source = ASTSource(self.kernel, signature, self.constants, attributes)
         target = GPUTarget("cuda", capability, 32)
-        return triton.compile(source, target=target, options={"num_warps": self.warps})
+        return triton.compile(source, target=target, options={"num_warps": self.warps, **self.more})
 
 
 def attention(kernel: Any, cache: str = "*bf16") -> Case:
@@ -56,9 +56,11 @@ def attention(kernel: Any, cache: str = "*bf16") -> Case:
     constants = {
         **{"HEADS": 1, "DIM": 128, "DIMS": 128, "GROUP": 4, "WINDOW": 16, "BLOCK": 32},
         **{"BLOCKS": score.TOKENS // 32, "POOLS": 0, "EXACT": False, "ALIGNED": 8, "dim_step": 1},
+        "SCALED": cache == "*fp8e4nv",
     }
     types = {
         **{"cache": cache, "units": INT64, "blocks": INT64, "counts": INT64, "scale": "fp32"},
+        "scales": "*fp32",
         **{"queries": "*bf16", "positions": INT64, "totals": "*fp32"},
         **{"lse": "*fp32", "found": "*fp32"},
     }
@@ -68,11 +70,11 @@ def attention(kernel: Any, cache: str = "*bf16") -> Case:
 def numbers(kernel: Any, kind: int) -> Case:
     constants = {
         **{"KIND": kind, "DIM": 128, "DIMS": 128, "BLOCK": 32},
-        **{"BLOCKS": score.TOKENS // 32, "ALIGNED": 8, "dim_step": 1},
+        **{"BLOCKS": score.TOKENS // 32, "ALIGNED": 8, "dim_step": 1, "SCALED": False},
     }
     types = {
         **{"cache": "*bf16", "units": INT64, "counts": INT64},
-        **{"found": "*fp32", "sums": "*fp32", "anchor": "*fp32"},
+        **{"found": "*fp32", "sums": "*fp32", "anchor": "*fp32", "scales": "*fp32"},
     }
     return Case(kernel, constants, types, ("first", "token_step"))
 
@@ -85,12 +87,22 @@ def selection(kind: int) -> Case:
     return Case(select._select, {"KIND": kind, "SIZE": 4096}, types, (), warps=8)
 
 
+def walking() -> Case:
+    """The default: three rows, over the candidates."""
+    constants = {
+        **{"ORDER": (15, 14, 13), "STEPS": 16, "HOW": "mean", "CHOSEN": True, "STARTED": True},
+        **walk._shape(16),
+    }
+    types = dict.fromkeys(("lse", "start", "score", "found"), "*fp32")
+    return Case(walk._walk, constants, {**types, "candidates": "*i1", "lam": "fp32"}, ())
+
+
 INT32 = "*i32"
 CASES = {
     "fill": Case(
         fill._fill,
-        {"WORDS": fill.WORDS},
-        {"cache": INT32, "source": INT64, "target": INT64},
+        {"WORDS": fill.WORDS, "GUARDED": True},
+        {"cache": INT32, "source": INT64, "target": INT64, "counts": INT64},
         ("words",),
         warps=2,
     ),
@@ -124,6 +136,19 @@ CASES = {
     "cosines": numbers(statistics._tokens, 1),
     "ranges": numbers(statistics._tokens, 2),
     "anchors": numbers(statistics._sums, 0),
+    "walk": walking(),
+    "pooled rows": Case(
+        walk._pooled,
+        {"HOW": "max", **walk._shape(16)},
+        {"lse": "*fp32", "found": "*fp32"},
+        (),
+    ),
+    "pairs": Case(
+        pairs._pairs,
+        {"PART": pairs.PART},
+        {"kept": "*i1", **dict.fromkeys(("slots", *pairs.Pairs._fields), INT64)},
+        (),
+    ),
     **{f"select, {kind}": selection(place) for place, kind in enumerate(select.KINDS)},
 }
 EIGHT_BIT = {"score, fp8": attention(score._block_lse, "*fp8e4nv")}

@@ -17,7 +17,7 @@ SOME = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 SIZES = (64, 80, 96, 128, 256)
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC")
 BLOCK = 32
@@ -32,24 +32,12 @@ def caches(draw: Any, heads: int | None = None) -> Rows:
     kv_heads, layers, pages = draw(st.sampled_from((1, 2, 3))), 2, 7
     content = 2 * dim
     # Numbers from one to the next of: layer, page, head, token.
-    if layout == "LBHNC":
-        step = (
-            pages * kv_heads * BLOCK * content,
-            kv_heads * BLOCK * content,
-            BLOCK * content,
-            content,
-        )
-    elif layout == "LBNHC":
-        step = (
-            pages * kv_heads * BLOCK * content,
-            kv_heads * BLOCK * content,
-            content,
-            kv_heads * content,
-        )
-    else:
-        step = (
-            kv_heads * BLOCK * content, layers * kv_heads * BLOCK * content, BLOCK * content, content,
-        )  # fmt: skip
+    page = kv_heads * BLOCK * content
+    step = {
+        "LBHNC": (pages * page, page, BLOCK * content, content),
+        "LBNHC": (pages * page, page, content, kv_heads * content),
+        "BLHNC": (page, layers * page, BLOCK * content, content),
+    }[layout]
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     cache = torch.randn(layers * pages * kv_heads * BLOCK * content, generator=random).to(dtype)
     rows = []
@@ -63,6 +51,7 @@ def caches(draw: Any, heads: int | None = None) -> Rows:
                 rows.append((units, ids, torch.tensor(length)))
     units, blocks, counts = (torch.stack(part) for part in zip(*rows, strict=True))
     size = int(counts.max())
+    scales = torch.rand(2, len(rows), generator=random) + 0.5
     return Rows(
         cache=cache,
         units=units[:, :size].contiguous(),
@@ -75,6 +64,7 @@ def caches(draw: Any, heads: int | None = None) -> Rows:
         values=BLOCK * dim if by_dim else dim,
         heads=1 if heads is None else kv_heads,
         head_step=0 if heads is None else step[2],
+        scales=scales if dtype == torch.float8_e4m3fn else None,
     )
 
 
@@ -82,12 +72,13 @@ def asked(rows: Rows, group: int, window: int, seed: int) -> tuple[Tensor, Tenso
     """Queries and positions of rows; the window's last query may come before some blocks."""
     random = torch.Generator().manual_seed(seed)
     shape = (rows.shape[0], group, window, rows.head_size)
-    queries = torch.randn(shape, generator=random).to(rows.cache.dtype)
+    dtype = torch.bfloat16 if rows.scales is not None else rows.cache.dtype
+    queries = torch.randn(shape, generator=random).to(dtype)
     first = torch.randint(0, 14 * BLOCK, (rows.shape[0], 1), generator=random)
     return queries, first + torch.arange(window)
 
 
-WINDOWS = st.tuples(st.sampled_from((1, 2, 3, 4, 7, 8, 16)), st.sampled_from((1, 5, 16)))
+WINDOWS = st.tuples(st.sampled_from((1, 2, 3, 4, 5, 7, 8, 16)), st.sampled_from((1, 5, 13, 16)))
 
 
 @SOME
@@ -186,6 +177,24 @@ def test_fills(words: int, copies: int, seed: int) -> None:
     fill.reference(expected, places[:copies], places[copies:], words)
     fill.fill(cache, places[:copies], places[copies:], words)
     assert torch.equal(cache, expected)
+
+
+@SOME
+@given(counts=st.lists(st.integers(0, 3), max_size=3), seed=st.integers(0, 2**31))
+def test_fills_guarded_by_counts(counts: list[int], seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    words, most = 8, 3
+    cache = torch.randint(-(2**31), 2**31 - 1, (20 * words,), generator=random, dtype=torch.int32)
+    places = torch.randperm(20, generator=random)[: 2 * most * len(counts)] * words
+    source, target = places.view(2, len(counts), most)
+    made = torch.tensor(counts, dtype=torch.int64)
+    expected, found, alone = cache.clone(), cache.clone(), cache.clone()
+    for row, count in enumerate(counts):
+        fill.reference(alone, source[row, :count], target[row, :count], words)
+    fill.reference(expected, source, target, words, made)
+    fill.fill(found, source, target, words, made)
+    assert torch.equal(expected, alone)
+    assert torch.equal(found, alone)
 
 
 @pytest.mark.parametrize(("words", "first"), [(6, 0), (8, 1)])

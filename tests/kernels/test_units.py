@@ -7,8 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nexus_vllm.engine.units import Holding, UnitSpace
-from nexus_vllm.kernels import fill, units
+from nexus_vllm.engine import ops
+from nexus_vllm.engine.units import Copies, Holding, UnitSpace
+from nexus_vllm.kernels import units
 
 BLOCK = 4
 
@@ -84,21 +85,25 @@ def test_units_that_are_no_rows_are_refused() -> None:
         units.tables([(spread, counts)], [0], [0], table, table[:, 0], torch.arange(2), 2, BLOCK, 3)
 
 
-def test_copies_of_a_packing_leave_unit_0_alone() -> None:
-    """Padding of the list of copies, as a GPU has it, is copied in place."""
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_copies_that_are_not_needed_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, implementation: str
+) -> None:
+    """A GPU's list of copies has room for more than there are."""
+    monkeypatch.setenv(ops.ENVIRONMENT, implementation)
     pool = torch.randn(2, 8, 2, 4, 8)
     space = UnitSpace.of([pool[0], pool[1]])
     holding = Holding.even(space, torch.tensor([3, 5, 6]), torch.arange(3).expand(2, -1))
     kept = torch.ones(2, 2, 3, dtype=torch.bool)
     kept[0, :, 1] = kept[1, :, 2] = False
     room = space.own(torch.tensor([3, 5])).flatten()
-    packed, source, target = holding.packed(space, kept, kept.sum(-1), room)
-    before = pool.clone()
-    space.flat[target] = space.flat[source]
-    expected, pool[:] = pool.clone(), before
-    words = space.flat[0].numel()
-    padding = torch.zeros(3, dtype=torch.long)
-    units_at = [torch.cat([copies, padding]) * words for copies in (source, target)]
-    fill.fill(space.flat.flatten().view(torch.int32), *units_at, words)
-    assert torch.equal(pool, expected)
+    packed, copies = holding.packed(space, kept, kept.sum(-1), room)
     assert packed.counts.sum() == len(room)
+    assert len(copies.source) == copies.count == 2
+    expected = pool.clone()
+    there = UnitSpace.of([expected[0], expected[1]]).flat
+    there[copies.target] = there[copies.source]
+    padding = torch.zeros(3, dtype=torch.long)
+    listed = [torch.cat([units, padding]) for units in (copies.source, copies.target)]
+    space.copy(Copies(*listed, copies.count))
+    assert torch.equal(pool, expected)

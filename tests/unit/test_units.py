@@ -94,10 +94,12 @@ def test_every_unit_has_one_owner_over_a_sequences_life(data: st.DataObject) -> 
         kept[scores.flatten().topk(len(room)).indices] = True
         kept = kept.view(scores.shape)
         inside = torch.isin(holding.units, room) & kept
-        holding, source, target = holding.packed(all_units, kept, kept.sum(-1), room)
-        assert len(source) == int(kept.sum() - inside.sum()), "a block that could stay has moved"
+        holding, copies = holding.packed(all_units, kept, kept.sum(-1), room)
+        source, target = copies.source, copies.target
+        moved = int(kept.sum() - inside.sum())
+        assert len(source) == copies.count == moved, "a block that could stay has moved"
         assert not set(source.tolist()) & set(target.tolist())
-        all_units.copy(source, target)
+        all_units.copy(copies)
         free += [page for page in pages if page not in stay]
         pages = stay
         check(holding, pages)
@@ -150,12 +152,12 @@ def test_packing_is_what_lists_would_give(data: st.DataObject) -> None:
             for row, marks in zip(state.flatten(0, 1), kept.flatten(0, 1), strict=True)
         ]
 
-        packed, source, target = holding.packed(all_units, kept, kept.sum(-1), room)
+        packed, copies = holding.packed(all_units, kept, kept.sum(-1), room)
         packed.check_integrity(room)
         most = packed.units.shape[-1]
         assert most == max(map(len, chosen))
-        assert source.tolist() == leaving
-        assert target.tolist() == left
+        assert copies.source.tolist() == leaving
+        assert copies.target.tolist() == left
         expected = [[moved.get(unit, unit) for unit in row] for row in chosen]
         for row, found in zip(expected, packed.units.flatten(0, 1).tolist(), strict=True):
             assert found == row + [-1] * (most - len(row))

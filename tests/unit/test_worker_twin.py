@@ -309,7 +309,7 @@ class Twin(RuleBasedStateMachine):
         self.layers, self.runner = layers, Rows()
         self.worker = worker = EvictionWorker.__new__(EvictionWorker)
         worker.eviction, worker.runner = self.settings, self.runner  # type: ignore[assignment]
-        worker.reports = SimpleNamespace(gather=lambda report: report)  # type: ignore[assignment]
+        worker.reports = SimpleNamespace(alone=True, gather=lambda report: report)  # type: ignore[assignment]
         worker.sequences = Sequences(self.runner, SLOTS, self.ring_rows, BLOCK, CPU)  # type: ignore[arg-type]
         worker.evictor = Evictor(layers, self.settings)
         worker.evictor.policies[BROKEN] = Failing()  # type: ignore[assignment]
