@@ -1,12 +1,16 @@
 """Uneven budgets on a GPU that is not there: no mixed devices, and nothing that waits for it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from nexus_vllm import allocators, policies
 from nexus_vllm.allocators import Situation
@@ -17,10 +21,13 @@ from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.unit_batch import UnevenBatch, UnitAttention, UnitTables
 from nexus_vllm.engine.units import Holding, UnitSpace, packed_state, sent
 from nexus_vllm.plan import Eviction
-from tests.unit.fake_cuda import CUDA, FakeCuda
-from tests.unit.test_allocators import random_profile
+
+from .counting_host import CountingHost
+from .fake_gpu import GPU, CopiedToHost
+from .test_allocators import random_profile
 
 LAYERS, HEADS, PAGES, BLOCK, CONTENT = 3, 2, 30, 32, 8
+NOTICED = (DataDependentOutputException, DynamicOutputShapeException, CopiedToHost)
 HOST_COUNTS = ("per-head", "pyramid", "lu")
 
 
@@ -28,12 +35,13 @@ HOST_COUNTS = ("per-head", "pyramid", "lu")
 def _references(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has no contents cannot be given to a kernel."""
     monkeypatch.setenv(ops.ENVIRONMENT, "torch")
+    monkeypatch.setattr(ops, "number", lambda count: count)  # for when the step is over
 
 
 def space() -> UnitSpace:
     units = LAYERS * PAGES * HEADS
-    flat = torch.zeros(units, 1, BLOCK, CONTENT, device=CUDA)
-    return UnitSpace(flat, sent([0, 60, 120], CUDA), HEADS)
+    flat = torch.zeros(units, 1, BLOCK, CONTENT, device=GPU)
+    return UnitSpace(flat, sent([0, 60, 120], GPU), HEADS)
 
 
 def allocator(name: str) -> allocators.Allocator:
@@ -54,14 +62,14 @@ class Scored(UnevenEvictor):
     def __init__(self) -> None:
         self.layers, self.settings = [None] * LAYERS, Settings()
         self.space, self.heads = space(), HEADS
-        self.rows = sent(torch.arange(LAYERS * HEADS).view(LAYERS, HEADS), CUDA)
+        self.rows = sent(torch.arange(LAYERS * HEADS).view(LAYERS, HEADS), GPU)
 
     def _score(self, *told: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         shape = told[5].shape
         return (
-            torch.rand(shape, device=CUDA),
-            torch.rand(LAYERS, device=CUDA),
-            torch.rand(*shape, 2, device=CUDA),
+            torch.rand(shape, device=GPU),
+            torch.rand(LAYERS, device=GPU),
+            torch.rand(*shape, 2, device=GPU),
         )
 
 
@@ -79,8 +87,9 @@ def evicted(name: str) -> Sequence:
     pages = list(range(1, 13))
     first = eviction(0, pages, pages[:8])
     moved, kept = evictor.evict(sequence, first, policy, allocator(name))
-    assert moved == 4 * LAYERS * HEADS
-    assert kept.device == CUDA
+    assert isinstance(moved, Tensor)
+    assert moved.device == GPU
+    assert kept.device == GPU
     pages = [*pages[:8], 20, 21, 22]
     second = eviction(4, pages, [*pages[3:10], 25])
     evictor.evict(sequence, second, policy, allocator(name))
@@ -89,7 +98,7 @@ def evicted(name: str) -> Sequence:
 
 @pytest.mark.parametrize("name", HOST_COUNTS)
 def test_an_eviction_waits_for_nothing(name: str) -> None:
-    with FakeCuda():
+    with CountingHost():
         sequence = evicted(name)
         assert sequence.holding is not None
         assert sequence.holding.counts.device.type == "cpu"
@@ -107,7 +116,7 @@ def test_weights_cost_one_copy_to_the_host_an_eviction(name: str) -> None:
         forced = Settings().sink_blocks + Settings().recency_blocks
         each = torch.tensor([2, -2, 1, -1, 0, 0])
         answers = [(each + 8 - forced).clone() for _ in range(2)]
-    mode = FakeCuda(tuple(answers))
+    mode = CountingHost(*answers)
     with mode:
         evicted(name)
     assert not mode.answers
@@ -116,14 +125,14 @@ def test_weights_cost_one_copy_to_the_host_an_eviction(name: str) -> None:
 @pytest.mark.parametrize("name", ["ada", "cake", "global"])
 def test_that_copy_is_noticed(name: str) -> None:
     """Where nothing may be read."""
-    with FakeCuda(), pytest.raises(AssertionError, match="to the host waits"):
+    with CountingHost(), pytest.raises(CopiedToHost):
         evicted(name)
 
 
 def test_what_stays_after_an_error_is_counted_once() -> None:
     """Nobody has chosen the counts, so the host reads them."""
     told: list[Exception] = []
-    with FakeCuda((torch.tensor([[8, 8], [8, 8], [8, 8]]),)) as mode:
+    with CountingHost(torch.full((LAYERS, HEADS), 8)) as mode:
         sequence, evictor, pages = Sequence(slot=0), Scored(), list(range(1, 13))
         failing = Failing()
         policy = policies.served("nexus", Settings())
@@ -135,15 +144,15 @@ def test_what_stays_after_an_error_is_counted_once() -> None:
 
 
 def test_what_waits_or_mixes_devices_is_noticed() -> None:
-    with FakeCuda():
-        numbers = torch.ones(3, dtype=torch.long, device=CUDA)
-        for waits in (lambda: int(numbers.max()), numbers.tolist, numbers.nonzero, numbers.cpu):
-            with pytest.raises(AssertionError, match="waits"):
-                waits()
-        with pytest.raises(AssertionError, match="how many are marked"):
-            numbers[numbers > 0]
-        with pytest.raises(DynamicOutputShapeException):
-            numbers.bincount()
+    with CountingHost():
+        numbers = torch.ones(3, dtype=torch.long, device=GPU)
+        reads: list[Callable[[], Any]] = [
+            *(lambda: int(numbers.max()), numbers.tolist, numbers.nonzero, numbers.cpu),
+            *(lambda: numbers[numbers > 0], numbers.bincount, lambda: torch.ones(3).copy_(numbers)),
+        ]
+        for read in reads:
+            with pytest.raises(NOTICED):
+                read()
         for mixes in (lambda: numbers[torch.arange(2)], lambda: numbers + torch.ones(3)):
             with pytest.raises(AssertionError, match="on the CPU"):
                 mixes()
@@ -151,7 +160,7 @@ def test_what_waits_or_mixes_devices_is_noticed() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_step_s_tables_wait_for_nothing(exact: bool) -> None:
-    with FakeCuda():
+    with CountingHost():
         sequence = evicted("lu")
         holding = sequence.holding
         rows = [sequence, None, Sequence(slot=1, released=2)]
@@ -159,12 +168,12 @@ def test_a_step_s_tables_wait_for_nothing(exact: bool) -> None:
         for step in range(2):
             lengths = np.array([16 * BLOCK + step, 40, 5 * BLOCK, 0], dtype=np.int32)
             starts = np.array([0, 1, 2, 3, 3], dtype=np.int32)
-            table = torch.zeros(4, 20, dtype=torch.int32, device=CUDA)
-            told = torch.zeros(4, dtype=torch.int32, device=CUDA) if exact else None
+            table = torch.zeros(4, 20, dtype=torch.int32, device=GPU)
+            told = torch.zeros(4, dtype=torch.int32, device=GPU) if exact else None
             batch = tables.batch(rows, table, lengths, starts, BLOCK, told)
             width = max(int(holding.counts.max()) + 16 + (step > 0) - sequence.dealt, 3)
             assert batch.tables.shape == (LAYERS, HEADS * 3, width)
-            assert batch.tables.device == batch.lengths.device == batch.starts.device == CUDA
+            assert batch.tables.device == batch.lengths.device == batch.starts.device == GPU
             assert batch.starts_cpu.tolist() == [0, 1, 2, 3, 4, 5, 6]
             expected = torch.stack(
                 [
@@ -178,39 +187,39 @@ def test_a_step_s_tables_wait_for_nothing(exact: bool) -> None:
 
 
 def test_queries_and_results_stay_on_the_gpu() -> None:
-    with FakeCuda():
+    with CountingHost():
         flat = space().flat
         units = UnitAttention(UnevenBatch(flat, HEADS, *[flat] * 5), [], fold=False)
-        query = torch.zeros(7, HEADS * 4, 16, device=CUDA)
+        query = torch.zeros(7, HEADS * 4, 16, device=GPU)
         queries, results = units.queries(query, 5)
         assert queries.shape == results.shape == (HEADS * 5, 4, 16)
-        assert queries.device == results.device == CUDA
-        units.restore(torch.zeros(7, HEADS * 4 * 16, device=CUDA))
+        assert queries.device == results.device == GPU
+        units.restore(torch.zeros(7, HEADS * 4 * 16, device=GPU))
 
 
 def test_packing_and_growing_by_themselves() -> None:
-    with FakeCuda():
+    with CountingHost():
         here = space()
-        blocks = torch.arange(6, device=CUDA)
-        holding = Holding.even(here, sent([4, 5, 6, 7, 8, 9], CUDA), blocks.expand(LAYERS, -1))
-        room = here.own(sent([4, 5, 20, 21], CUDA)).flatten()
-        kept = torch.zeros(holding.units.shape, dtype=torch.bool, device=CUDA)
+        blocks = torch.arange(6, device=GPU)
+        holding = Holding.even(here, sent([4, 5, 6, 7, 8, 9], GPU), blocks.expand(LAYERS, -1))
+        room = here.own(sent([4, 5, 20, 21], GPU)).flatten()
+        kept = torch.zeros(holding.units.shape, dtype=torch.bool, device=GPU)
         counts = torch.tensor([[6, 2], [4, 4], [5, 3]])
-        packed, source, target = holding.packed(here, kept, counts, room, moves=4 * LAYERS * HEADS)
-        here.copy(source, target)
+        packed, copies = holding.packed(here, kept, counts, room, moves=4 * LAYERS * HEADS)
+        here.copy(copies)
         assert packed.units.shape == packed.blocks.shape == (LAYERS, HEADS, 6)
-        assert len(source) == len(target) == 24
-        grown = packed.grown(here, sent([22, 23], CUDA), torch.arange(6, 8, device=CUDA))
+        assert len(copies.source) == len(copies.target) == 24
+        grown = packed.grown(here, sent([22, 23], GPU), torch.arange(6, 8, device=GPU))
         assert grown.counts.tolist() == (counts + 2).tolist()
-        state = torch.zeros(*kept.shape, 3, device=CUDA)
+        state = torch.zeros(*kept.shape, 3, device=GPU)
         assert packed_state(state, kept, 6).shape == (LAYERS, HEADS, 6, 3)
 
 
 def test_a_situation_is_checked_where_that_costs_nothing() -> None:
     """Contents on the GPU are not; shapes and what the host knows are."""
-    with FakeCuda():
+    with CountingHost():
         held = torch.full((LAYERS, HEADS), 5)
-        weights = torch.zeros(LAYERS, HEADS, 5, device=CUDA)
+        weights = torch.zeros(LAYERS, HEADS, 5, device=GPU)
         told: dict[str, Any] = {
             **{"seen": 5, "capacity": held, "floor": held - 4, "weights": weights},
             **{"candidates": weights > 0, "block_ids": weights.long()},
