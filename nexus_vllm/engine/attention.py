@@ -70,23 +70,29 @@ class EvictionBuilderMixin:
         """The batch over units, and the wrapped builder's metadata of it for every layer."""
         assert self.tables is not None, "uneven budgets are refused where there are no units"
         uneven = self.tables.batch(
-            view.rows, batch.block_table_tensor, view.lengths, view.starts, view.block_size
+            view.rows,
+            batch.block_table_tensor,
+            view.lengths,
+            view.starts,
+            view.block_size,
+            batch.seq_lens,
         )
         sequences = uneven.lengths.shape[1]
         group = self.num_heads // self.num_kv_heads  # type: ignore[attr-defined]
         fold = (
             batch.max_query_len == 1
             and batch.causal is True
+            and uneven.flat.device.type == "cpu"
             and worth_folding(sequences, torch.get_num_threads())
         )
-        starts = uneven.starts * group if fold else uneven.starts
+        times = group if fold else 1
         one = copy.copy(self)
         one.num_heads, one.num_kv_heads = 1 if fold else group, 1  # type: ignore[attr-defined]
         common = batch.replace(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
+            query_start_loc=uneven.starts * times,
+            query_start_loc_cpu=uneven.starts_cpu * times,
             num_reqs=sequences,
-            num_actual_tokens=int(starts[-1]),
+            num_actual_tokens=int(uneven.starts_cpu[-1]) * times,
             max_query_len=group if fold else batch.max_query_len,
             causal=False if fold else batch.causal,
         )
@@ -97,12 +103,16 @@ class EvictionBuilderMixin:
                 common.replace(
                     block_table_tensor=table,
                     seq_lens=lengths,
-                    seq_lens_cpu_upper_bound=lengths,
+                    seq_lens_cpu_upper_bound=known,
                     max_seq_len=longest,
                 ),
             )
-            for table, lengths, longest in zip(
-                uneven.tables, uneven.lengths, uneven.lengths.amax(1).tolist(), strict=True
+            for table, lengths, known, longest in zip(
+                uneven.tables,
+                uneven.lengths,
+                uneven.lengths_cpu,
+                uneven.lengths_cpu.amax(1).tolist(),
+                strict=True,
             )
         ]
         return UnitAttention(uneven, layers, fold)
