@@ -21,7 +21,7 @@ from torch.nn import functional
 from triton.runtime.jit import KernelInterface
 
 import nexus_vllm.kernels
-from nexus_vllm.kernels import fill, score, select, shift, statistics, window
+from nexus_vllm.kernels import fill, pairs, score, select, shift, statistics, walk, window
 from nexus_vllm.kernels.rows import Rows
 
 BLOCK = 32
@@ -68,10 +68,12 @@ class Shape:
     kv_heads: int = 2
     lengths: tuple[int, ...] = (41, 7, 1, 0)  # blocks of each sequence
     averaged: bool = False
+    scaled: bool = False  # whether what is stored has a scale, as fp8 has
 
     def __str__(self) -> str:
         heads = f"{self.kv_heads} heads averaged" if self.averaged else f"GQA {self.group}"
         dtype = str(self.dtype).removeprefix("torch.")
+        dtype += " scaled" if self.scaled else ""
         return f"{dtype} {self.layout} size {self.dim} {heads} window {self.window}"
 
 
@@ -168,8 +170,8 @@ def shapes(place: Place) -> Iterator[Shape]:
     Their lengths have no common factor: 5 sizes, 7 groups, 4 dtypes, 3 layouts.
     """
     if place.small:
-        for step, dim in enumerate((64, 80)):
-            yield replace(_shape(place, 2 * step + 1), dim=dim, lengths=(6, 1, 0), kv_heads=1)
+        for step, dim in ((1, 64), (3, 80)):
+            yield replace(_shape(place, step), dim=dim, lengths=(6, 1, 0), kv_heads=1)
         return
     large = (257, 96, 1, 0)
     yield Shape(128, 4, 16, torch.bfloat16, "LBHNC", ("mean", "mean"), kv_heads=8, lengths=large)
@@ -182,7 +184,8 @@ def _shape(place: Place, step: int) -> Shape:
         return values[step // by % len(values)]
 
     dims = turn(SIZES), turn(GROUPS), turn(WINDOWS, 2)
-    return Shape(*dims, turn(place.dtypes), turn(LAYOUTS), turn(POOLS, 3))
+    scaled = step % len(place.dtypes) == len(place.dtypes) - 1
+    return Shape(*dims, turn(place.dtypes), turn(LAYOUTS), turn(POOLS, 3), scaled=scaled)
 
 
 def asked_shapes(place: Place) -> Iterator[Shape]:
@@ -219,6 +222,7 @@ def rows_of(place: Place, shape: Shape) -> tuple[Rows, torch.Generator]:
                 blocks.append(torch.full((size,), 2**40))
                 blocks[-1][:length] = ids
                 counts.append(length)
+    scales = 0.5 + torch.rand(2, len(counts), generator=random)
     return Rows(
         cache=cache.to(shape.dtype).to(place.device),
         units=torch.stack(units).to(place.device),
@@ -230,6 +234,7 @@ def rows_of(place: Place, shape: Shape) -> tuple[Rows, torch.Generator]:
         values=shape.dim,
         heads=heads if shape.averaged else 1,
         head_step=head if shape.averaged else 0,
+        scales=scales.to(place.device) if shape.scaled else None,
     ), random
 
 
@@ -251,12 +256,13 @@ def asking(
 
 def exact(rows: Rows, values: bool = False) -> Tensor:
     """Keys, or values, [R, N, block, D] float64."""
-    wide = replace(rows, cache=rows.cache.double(), heads=1)
+    wide = replace(rows, cache=rows.cache.double(), heads=1, scales=None)
     found = [
         replace(wide, keys=rows.keys + head * rows.head_step).gather(values)
         for head in range(rows.heads)
     ]
-    return torch.stack(found).mean(0)
+    mean = torch.stack(found).mean(0)
+    return mean if rows.scales is None else mean * rows.scales[int(values), :, None, None, None]
 
 
 def exact_logits(rows: Rows, queries: Tensor, positions: Tensor, scale: float) -> Tensor:
@@ -336,6 +342,68 @@ def token_attention(place: Place, shape: Shape) -> float:
     expected = shares.mean(1) if over_heads == "mean" else shares.amax(1)
     told = (rows, queries, positions, totals, scale, over_rows, over_heads)
     return distance(twice(lambda: score.token_attention(*told)), expected, relative_to=1e-9)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Maps of `group` query heads a row, of W rows of so many blocks, and how they are pooled."""
+
+    window: int
+    group: int
+    blocks: int
+    pool: walk.Rows
+    chosen: bool  # whether the walk runs over some blocks only
+    begun: bool  # whether it starts from something
+
+
+def walks(place: Place) -> Iterator[Walk]:
+    sizes = ((5, 2, 30),) if place.small else (
+        (16, 4, 256), (16, 4, 4096), (1, 1, 1), (5, 7, 61), (32, 16, 1025), (3, 3, 0),
+    )  # fmt: skip
+    hows: tuple[tuple[walk.Rows, bool, bool], ...] = (
+        ("mean", False, False), ("max", True, False), ("sum", True, True), ("mean", False, True),
+    )  # fmt: skip
+    for back, group, blocks in sizes:
+        for pool, chosen, begun in hows:
+            yield Walk(back, group, blocks, pool, chosen, begun)
+
+
+def maps(place: Place, case: Walk) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-sum-exps [R, G, W, N], candidates [R, N] and beginnings [R, N].
+
+    One row has no block, one half of them; some queries see nothing.
+    """
+    random = torch.Generator().manual_seed(case.window + case.blocks)
+    shape = (4, case.group, case.window, case.blocks)
+    lse = torch.randn(shape, generator=random) * 5 + 10
+    counts = torch.tensor([case.blocks, case.blocks // 2, 0, case.blocks])[:, None, None, None]
+    lse.masked_fill_(torch.arange(case.blocks) >= counts, -torch.inf)
+    lse.masked_fill_(torch.rand(*shape[:3], 1, generator=random) < 0.2, -torch.inf)
+    candidates = torch.rand(4, case.blocks, generator=random) < 0.7
+    start = torch.rand(4, case.blocks, generator=random)
+    start[:, ::3] = torch.nan
+    return lse.to(place.device), candidates.to(place.device), start.to(place.device)
+
+
+@covers("walk.walk", walks, limit=1e-4)
+def walking(place: Place, case: Walk) -> float:
+    """Relative: a block's score may be a millionth."""
+    lse, candidates, start = maps(place, case)
+    chosen = candidates if case.chosen else None
+    order = tuple(range(case.window - 1, -1, -1))[: max(1, case.window - 1)]
+    begun = start if case.begun else None
+    expected = walk.reference(
+        lse.double(), chosen, order, 0.7, case.pool, None if begun is None else begun.double()
+    )
+    found = twice(lambda: torch.stack(walk.walk(lse, chosen, order, 0.7, case.pool, begun)))
+    return distance(found, torch.stack(expected), relative_to=1e-9)
+
+
+@covers("walk.pooled", walks, limit=1e-4)
+def pooling(place: Place, case: Walk) -> float:
+    lse, _, _ = maps(place, case)
+    expected = walk.pooled_reference(lse.double(), case.pool)
+    return distance(twice(lambda: walk.pooled(lse, case.pool)), expected, relative_to=1e-9)
 
 
 @covers("statistics.anchor", shapes, limit=1e-5)
@@ -422,25 +490,90 @@ def selection(place: Place, draw: Draw) -> float:
     return unequal(twice(lambda: select.select(draw.kind, **moved, **rest)), expected)
 
 
-def copies(place: Place) -> Iterator[tuple[int, int]]:
-    """Words of a copy, and copies: pages and units of several models, odd ends of a program's."""
-    yield from ((1028, 2), (4, 0)) if place.small else (
-        (4096, 512), (32768, 64), (1028, 33), (5120, 7), (4, 3), (1024, 0), (1024, 70000),
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Copies:
+    """Rows of `most` copies of `words` int32 each; counted: of each row only some are made."""
+
+    words: int
+    rows: int
+    most: int
+    counted: bool = False
+
+
+def copies(place: Place) -> Iterator[Copies]:
+    """Pages and units of several models, odd ends of a program's; the counts of an eviction."""
+    if place.small:
+        yield from (Copies(1028, 1, 2), Copies(4, 1, 1), Copies(1028, 3, 2, counted=True))
+        return
+    for words, rows, most in (
+        (4096, 256, 8), (32768, 1, 64), (1028, 3, 11), (5120, 1, 7), (4, 1, 3), (1024, 256, 300),
+    ):  # fmt: skip
+        yield Copies(words, rows, most)
+        yield Copies(words, rows, most, counted=True)
 
 
 @covers("fill.fill", copies)
-def copying(place: Place, case: tuple[int, int]) -> float:
-    words, count = case
-    random = torch.Generator().manual_seed(words + count)
-    size = (2 * count + 3) * words
+def copying(place: Place, case: Copies) -> float:
+    random = torch.Generator().manual_seed(case.words + case.most)
+    total = case.rows * case.most
+    size = (2 * total + 3) * case.words
     cache = torch.randint(-(2**31), 2**31 - 1, (size,), generator=random, dtype=torch.int32)
-    places = torch.randperm(2 * count + 3, generator=random)[: 2 * count] * words
-    source, target = places[:count], places[count:]
+    places = torch.randperm(2 * total + 3, generator=random)[: 2 * total] * case.words
+    source, target = places.view(2, case.rows, case.most)
+    counts = None
+    if case.counted:
+        counts = torch.randint(0, case.most + 1, (case.rows,), generator=random)
+        counts[0] = case.most
     found = cache.to(place.device, copy=True)
-    fill.reference(cache, source, target, words)
-    fill.fill(found, source.to(place.device), target.to(place.device), words)
+    fill.reference(cache, source, target, case.words, counts)
+    there = [part.to(place.device) for part in (source, target)]
+    there_counts = None if counts is None else counts.to(place.device)
+    fill.fill(found, there[0], there[1], case.words, there_counts)
     return unequal(found, cache)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Rows of so many blocks, of which as many stay as there are places."""
+
+    rows: int
+    blocks: int
+    places: int
+    own: bool  # whether each row has places of its own
+
+
+def evictions(place: Place) -> Iterator[Moves]:
+    sizes = ((2, 9, 5),) if place.small else (
+        (256, 256, 248), (256, 4096, 3968), (7, 1, 1), (5, 61, 0), (33, 1025, 512), (3, 40000, 9),
+    )  # fmt: skip
+    for rows, blocks, places in sizes:
+        for own in (False, True):
+            yield Moves(rows, blocks, places, own)
+
+
+@covers("pairs.pairs", evictions)
+def moving(place: Place, case: Moves) -> float:
+    """Of sources and targets only what counts say is looked at: the rest is of no use."""
+    random = torch.Generator().manual_seed(case.blocks)
+    slots = torch.full((case.rows if case.own else 1, case.blocks), -1)
+    for row in slots:
+        stay = torch.randperm(case.blocks, generator=random)[: case.places]
+        row[stay] = torch.arange(case.places)
+    shape = (case.rows, case.blocks)
+    kept = torch.rand(shape, generator=random).argsort(1) < case.places
+    most = min(case.places, case.blocks - case.places)
+    expected = pairs.reference(kept, slots if case.own else slots[0], case.places, most)
+    there = kept.to(place.device), (slots if case.own else slots[0]).to(place.device)
+    found = pairs.pairs(*there, case.places, most)
+    made = torch.arange(most) < expected.counts[:, None]
+    return sum(
+        (
+            unequal(found.taken, expected.taken),
+            unequal(found.counts, expected.counts),
+            unequal(found.source.cpu().where(made, -1), expected.source.where(made, -1)),
+            unequal(found.target.cpu().where(made, -1), expected.target.where(made, -1)),
+        )
+    )
 
 
 def batches(place: Place) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import nexus_vllm.kernels
-from nexus_vllm.kernels import fill, score, select, shift, statistics, window
+from nexus_vllm.kernels import fill, pairs, score, select, shift, statistics, walk, window
 
 from .scripts import SCRIPTS, script
 
@@ -36,6 +36,9 @@ REFERENCES = {
     "select.select": (select, select.reference),
     "fill.fill": (fill, fill.reference),
     "shift.shift": (shift, shift.reference),
+    "pairs.pairs": (pairs, pairs.reference),
+    "walk.walk": (walk, walk.reference),
+    "walk.pooled": (walk, walk.pooled_reference),
     "window.window": (window, window.reference),
 }
 
