@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -246,6 +247,8 @@ def main() -> int:
     args = _arguments()
     if args.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
+        # It computes in numpy, which warns of logarithms of 0; kernels mean them.
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
     if why := lacking(args.interpret):
         print(f"gpu_check: {why}.", file=sys.stderr)
         return CANNOT
