@@ -450,7 +450,7 @@ class Draw:
 
 
 def draws(place: Place) -> Iterator[Draw]:
-    kinds = (
+    kinds: tuple[tuple[str, int, float], ...] = (
         ("topk", 1, 0.0), ("gumbel", 1, 0.1), ("gumbel", 1, 1.0), ("gumbel", 1, 0.0),
         ("reservoir", 1, 0.0), ("reservoir", 5, 0.0),
     )  # fmt: skip
