@@ -15,7 +15,7 @@ import torch
 from gpu_budget import LIVE, Cost, Model, costs
 from torch import Tensor
 
-from nexus_vllm.kernels import fill, score, select, statistics
+from nexus_vllm.kernels import fill, pairs, score, select, statistics, walk
 from nexus_vllm.kernels.rows import Rows
 from nexus_vllm.tools.bench_report import Table
 
@@ -113,7 +113,7 @@ def times(device: torch.device, bandwidth: float, clock: Clock) -> Iterator[Time
 def launches(
     device: torch.device, model: Model, live: int, cost: dict[str, Cost]
 ) -> dict[str, Callable[[], object]]:
-    """What to time, by gpu_budget's name of it: one eviction of one sequence."""
+    """What to time of what gpu_budget counts, by its name there: one eviction of one sequence."""
     unit = BLOCK * 2 * model.size
     count, blocks = model.layers * model.kv_heads, live // BLOCK
     gone = round(cost["fill, at most"].written / (count * unit * model.number))
@@ -130,16 +130,24 @@ def launches(
     source, target = ends(rows, gone, model, device)
     words = rows.cache.view(torch.int32)
     unit_words = unit * model.number // 4
-    return {
-        "score": lambda: score.block_lse(rows, queries, positions, model.size**-0.5),
+    scale = model.size**-0.5
+    lse = score.block_lse(rows, queries, positions, scale)
+    order = tuple(range(WINDOW - 1, -1, -1))
+    kept = torch.rand(count, blocks, device=device).argsort(1) < blocks - gone
+    slots = torch.arange(-gone, blocks - gone, device=device).clamp(min=-1)
+    made = {
+        "score": lambda: score.block_lse(rows, queries, positions, scale),
         "anchors": lambda: statistics.anchor(rows),
         "cosines": lambda: statistics.statistics("cosine", rows, to),
+        "walk": lambda: walk.walk(lse, None, order, 1.0),
+        "pairs": lambda: pairs.pairs(kept, slots, blocks - gone, gone),
         "select": lambda: select.select(
             "gumbel", weights, keep, forced, seeds=[1] * count, events=[0] * count,
             layers=layers, block_ids=rows.blocks,
         ),
         "fill, at most": lambda: fill.fill(words, source, target, unit_words),
     }  # fmt: skip
+    return {name: launch for name, launch in made.items() if name in cost}
 
 
 def pool(device: torch.device, model: Model, blocks: int, gone: int) -> Rows:
