@@ -89,25 +89,31 @@ def times(device: torch.device, bandwidth: float, clock: Clock) -> Iterator[Time
     """Each operation at each length; a line instead where the device has too little memory."""
     model = Model()
     for live in LIVE:
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         if needed(model, live) > free:
             yield f"{live:,} live tokens: needs {needed(model, live) / 1e9:.0f} GB of device memory"
-            continue
-        cost = costs(model, live, WINDOW, BLOCK)
-        for name, launch in launches(device, model, live, cost).items():
-            told = clock.seconds(launch)
-            tenth = len(told) // 10
-            median, moved = numbers.median(told), cost[name].moved
-            yield Time(
-                name=name,
-                live=live,
-                seconds=median,
-                spread=(told[tenth], told[-1 - tenth]),
-                moved=moved,
-                share=moved / median / bandwidth,
-                wanted=WANTED.get(name),
-            )
-        torch.cuda.empty_cache()
+        else:
+            yield from times_at(device, bandwidth, clock, model, live)
+
+
+def times_at(
+    device: torch.device, bandwidth: float, clock: Clock, model: Model, live: int
+) -> Iterator[Time]:
+    cost = costs(model, live, WINDOW, BLOCK)
+    for name, launch in launches(device, model, live, cost).items():
+        told = clock.seconds(launch)
+        tenth = len(told) // 10
+        median, moved = numbers.median(told), cost[name].moved
+        yield Time(
+            name=name,
+            live=live,
+            seconds=median,
+            spread=(told[tenth], told[-1 - tenth]),
+            moved=moved,
+            share=moved / median / bandwidth,
+            wanted=WANTED.get(name),
+        )
 
 
 def launches(

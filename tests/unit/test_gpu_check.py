@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,6 +220,28 @@ def test_units_are_copied_to_others() -> None:
     assert len({*source.tolist(), *target.tolist()}) == 2 * 2 * 4
     assert int(rows.units.max()) + 32 * 2 * 64 <= rows.cache.numel()
     assert rows.units.flatten().unique().numel() == rows.units.numel()
+
+
+def test_shares_are_of_the_bytes_that_the_budget_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that always shows a millisecond; a device with room for the shorter lengths."""
+    model = replace(budget.Model(), layers=1, heads=2, kv_heads=1, size=64)
+    room = times.needed(model, 4096)
+    monkeypatch.setattr(times, "Model", lambda: model)
+    monkeypatch.setattr(times, "LIVE", (2048, 4096, 8192))
+    monkeypatch.setattr(statistics, "anchor", statistics.anchor_reference)
+    monkeypatch.setattr(score, "block_lse", score.block_lse_reference)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room, room))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    clock: Any = SimpleNamespace(seconds=lambda launch: [1e-3] * 30)
+    found = list(times.times(torch.device("cpu"), 1e12, clock))
+    assert found[-1].startswith("8,192 live tokens: needs ")
+    for live in (2048, 4096):
+        cost = budget.costs(model, live, times.WINDOW, times.BLOCK)
+        here = {time.name: time for time in found[:-1] if time.live == live}
+        assert here["score"].share == pytest.approx(cost["score"].moved / 1e-3 / 1e12)
+        assert here["score"].wanted == 0.7
+        assert here["fill, at most"].moved == cost["fill, at most"].moved
+        assert here["fill, at most"].wanted == 0.8
 
 
 @pytest.mark.parametrize(("share", "passed"), [(0.7, True), (0.69, False), (float("nan"), False)])
