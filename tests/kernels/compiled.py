@@ -79,12 +79,21 @@ def numbers(kernel: Any, kind: int) -> Case:
     return Case(kernel, constants, types, ("first", "token_step"))
 
 
-def selection(kind: int) -> Case:
+def selection(kind: int, size: int = 4096) -> Case:
+    """Rows of 131,072 tokens."""
     types = {
         **{"weights": "*fp32", "keep": INT64, "forced": "*i1", "address": INT64},
-        **{"layers": INT64, "block_ids": INT64, "kept": "*i1", "temperature": "fp32"},
+        **{
+            "layers": INT64,
+            "block_ids": INT64,
+            "keys": INT64,
+            "kept": "*i1",
+            "temperature": "fp32",
+        },
     }
-    return Case(select._select, {"KIND": kind, "SIZE": 4096}, types, (), warps=8)
+    shape = select._shape(size)
+    constants = {"KIND": kind, "SIZE": shape.pop("SIZE"), "PART": select.PART}
+    return Case(select._select, constants, types, (), shape.pop("num_warps"), shape)
 
 
 def walking() -> Case:
