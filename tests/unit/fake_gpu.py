@@ -45,7 +45,7 @@ def fake_gpu() -> Iterator[None]:
 
     def made(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
         made = tensor(data, **kwargs)  # its own device argument would need a real one
-        return made if device is None else torch.empty_like(made, device=device)
+        return made if device is None else torch.empty(made.shape, dtype=made.dtype, device=device)
 
     with FakeTensorMode(), _Watch():
         torch.tensor = made  # type: ignore[assignment]
