@@ -121,7 +121,7 @@ def _decreasing(gains: Tensor, floor: Tensor) -> Tensor:
                 total, length = total + before, length + more
             runs.append((total, length))
         row[first:] = [total / length for total, length in runs for _ in range(length)]
-    return torch.tensor(rows, dtype=torch.float64).view(gains.shape)
+    return torch.tensor(rows, dtype=torch.float64, device=gains.device).view(gains.shape)
 
 
 def _deal(gains: Tensor, floor: Tensor, densities: Sequence[float]) -> Tensor:
@@ -135,8 +135,9 @@ def _deal(gains: Tensor, floor: Tensor, densities: Sequence[float]) -> Tensor:
     if wrong := [density for density in densities if not 0 < density <= 1]:
         raise ValueError(f"densities must lie in (0, 1], not {wrong}")
     by_rank = gains.flatten(0, 1).T.flatten()  # [N * L * H], a head's blocks in its order
-    head = torch.arange(size).repeat(blocks)
-    beyond = torch.arange(blocks).repeat_interleave(size) >= floor.flatten()[head]
+    head = torch.arange(size, device=gains.device).repeat(blocks)
+    rank = torch.arange(blocks, device=gains.device).repeat_interleave(size)
+    beyond = rank >= floor.flatten()[head]
     head, by_rank = head[beyond], by_rank[beyond]
     head = head[by_rank.argsort(descending=True, stable=True)]
     base = floor.flatten().to(torch.float64)

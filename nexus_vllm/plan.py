@@ -6,6 +6,7 @@ is in the batch, however its prompt was chunked, and again after a preemption (i
 """
 
 from dataclasses import dataclass, field
+from typing import SupportsInt
 
 
 @dataclass(frozen=True)
@@ -135,14 +136,20 @@ class StepPlan:
 class StepReport:
     """What the workers did with one step's evictions: statistics, and whose policy has failed.
 
-    `moved`: copied (layer, block) slices per sequence. `seconds`: one entry per eviction, of the
-    slowest rank. `failed`: what was raised while blocks were chosen, per sequence, which must end:
-    its row is sound, but holds blocks that nobody chose.
+    `moved`: copied (layer, block) slices per sequence, which a GPU may still have to tell (see
+    `settle`). `seconds`: one entry per eviction, of the slowest rank. `failed`: what was raised
+    while blocks were chosen, per sequence, which must end: its row is sound, but holds blocks that
+    nobody chose.
     """
 
-    moved: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, SupportsInt] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+
+    def settle(self) -> "StepReport":
+        """Plain numbers from now on: what a GPU had to tell has come, as the step's tokens have."""
+        self.moved = {request_id: int(moved) for request_id, moved in self.moved.items()}
+        return self
 
     def add(self, other: "StepReport") -> None:
         """Take in another rank's report of the same step. Raises RuntimeError if it is none."""
@@ -151,7 +158,7 @@ class StepReport:
                 f"one rank has evicted from {list(self.moved)}, another from {list(other.moved)}"
             )
         for request_id, moved in other.moved.items():
-            self.moved[request_id] += moved
+            self.moved[request_id] = int(self.moved[request_id]) + int(moved)
         pairs = zip(self.seconds, other.seconds, strict=True)
         self.seconds = [max(pair) for pair in pairs]
         self.failed = {**other.failed, **self.failed}

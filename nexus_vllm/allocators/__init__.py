@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from nexus_vllm.allocators.ada import Ada
-from nexus_vllm.allocators.base import Allocator, Situation
+from nexus_vllm.allocators.base import Allocator, Situation, on_host
 from nexus_vllm.allocators.cake import Cake
 from nexus_vllm.allocators.global_rank import GlobalRank
 from nexus_vllm.allocators.lu import Lu
@@ -16,7 +16,7 @@ from nexus_vllm.allocators.pyramid import Pyramid
 from nexus_vllm.allocators.uniform import PerHead, Uniform
 from nexus_vllm.profile import Profile
 
-__all__ = ["ALLOCATORS", "Allocator", "Situation", "make", "names"]
+__all__ = ["ALLOCATORS", "Allocator", "Situation", "make", "names", "on_host"]
 
 ALLOCATORS: dict[str, type[Allocator]] = {
     Uniform.name: Uniform,

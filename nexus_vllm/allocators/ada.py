@@ -5,13 +5,16 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nexus_vllm.allocators.base import (
     Allocator,
     Situation,
     apportion,
     heads_best_first,
+    on_host,
     place_in_group,
+    tally,
 )
 
 
@@ -46,11 +49,14 @@ class Ada(Allocator):
             lambda level: level * ones, float(most.max()), situation.total, least, most
         )
 
-        head = heads_best_first(situation)
         safe = (self.alpha * totals.to(torch.float64) / heads).floor()
         protected = safe.repeat_interleave(heads) - floor.flatten()
-        unprotected = place_in_group(head) >= protected[head]
+        # One head and one layer more: of what is no candidate.
+        head, size = heads_best_first(situation), layers * heads
+        protected = functional.pad(protected, (0, 1)).to(head.device)
+        free = functional.pad(totals - least, (0, 1)).to(head.device)
+        unprotected = place_in_group(head, size + 1) >= protected[head]
         head = head[unprotected.to(torch.int8).argsort(stable=True)]
         layer = head // heads
-        kept = place_in_group(layer) < (totals - least)[layer]
-        return floor + head[kept].bincount(minlength=layers * heads).view(layers, heads)
+        kept = place_in_group(layer, layers + 1) < free[layer]
+        return floor + on_host(tally(head, size + 1, kept)[:-1]).view(layers, heads)

@@ -24,7 +24,8 @@ _TIE = 2.0**-20
 class Situation:
     """One sequence at one eviction, as this rank sees it: L layers, H KV heads, all in blocks.
 
-    The tensors are small and the arithmetic is scalar now and then, so keep them on the CPU.
+    capacity and floor are on the host, where the arithmetic is scalar now and then; the others may
+    be on a GPU, and are then not checked, which would have to wait for it.
 
     budget: B, what each (layer, KV head) keeps on average.
     seen: N, full blocks the sequence has ever had.
@@ -84,7 +85,8 @@ class Situation:
                 raise ValueError(
                     f"Situation: preference {tuple(self.preference.shape)} must be [{layers}]"
                 )
-            if not bool((self.preference.isfinite() & (self.preference >= 0)).all()):
+            wrong = ~(self.preference.isfinite() & (self.preference >= 0))
+            if self.preference.device.type == "cpu" and bool(wrong.any()):
                 raise ValueError("Situation: preference must be finite and not negative")
         if self.weights is None:
             return
@@ -95,6 +97,8 @@ class Situation:
                 f"Situation: weights {tuple(weights.shape)}, candidates {tuple(candidates.shape)} "
                 f"and block_ids {tuple(ids.shape)} must be [{layers}, {heads}, blocks]"
             )
+        if weights.device.type != "cpu":
+            return
         if bool((candidates.sum(-1) != self.capacity - self.floor).any()):
             raise ValueError("Situation: a head must have capacity - floor candidates")
         if bool(weights[candidates].isnan().any()):
@@ -127,11 +131,21 @@ class Allocator(ABC):
 
     @abstractmethod
     def counts(self, situation: Situation) -> Tensor:
-        """Blocks each head keeps, [L, H] int64; the sum is exactly `situation.total`.
+        """Blocks each head keeps, [L, H] int64 on the host; the sum is exactly `situation.total`.
 
         Each lies within [floor, capacity]. The same situation gives the same counts, however the
         blocks of a head are listed.
         """
+
+
+def on_host(numbers: Tensor) -> Tensor:
+    """A few numbers, at most [L, H], where the host can read them.
+
+    From a GPU this is the one copy of an eviction that waits for what runs there. Counts that
+    depend on weights take it, since the host decides by them how wide tables are; where they do
+    not depend on weights (`uniform`, `per-head`, `pyramid`, `lu`) nothing waits.
+    """
+    return numbers.cpu()
 
 
 def apportion(
@@ -181,21 +195,35 @@ def proportional(share: Tensor, situation: Situation) -> Tensor:
 
 
 def heads_best_first(situation: Situation) -> Tensor:
-    """The head l*H + h of every candidate block, best block first: int64 [candidates].
+    """The head l*H + h of every candidate block, best block first, then L*H for what is none: int64
+    [L*H*M], where the weights are.
 
     By weight; equal weights newer block first, then lower layer and head.
     """
-    weights, candidates, ids = (tensor.flatten(0, 1) for tensor in situation.ranked())
-    head, slot = candidates.nonzero(as_tuple=True)
-    order = ids[head, slot].argsort(descending=True, stable=True)
-    head, slot = head[order], slot[order]
-    return head[weights[head, slot].argsort(descending=True, stable=True)]
+    weights, candidates, ids = (tensor.flatten() for tensor in situation.ranked())
+    heads, each = situation.floor.numel(), len(weights) // situation.floor.numel()
+    # Not the lowest weight only, which a candidate may have, but the oldest block as well.
+    order = ids.masked_fill(~candidates, -1).argsort(descending=True, stable=True)
+    ranking = weights.masked_fill(~candidates, -math.inf)[order]
+    order = order[ranking.argsort(descending=True, stable=True)]
+    return torch.where(candidates, _places(candidates) // each, heads)[order]
 
 
-def place_in_group(groups: Tensor) -> Tensor:
-    """For each entry of `groups` [E] int64 >= 0, how many earlier entries are of its group."""
+def _places(entries: Tensor) -> Tensor:
+    return torch.arange(len(entries), device=entries.device)
+
+
+def tally(groups: Tensor, size: int, counted: Tensor | None = None) -> Tensor:
+    """How many entries [E] each of `size` groups has, those only that are `counted`; [size] int64.
+    `bincount`, which on a GPU would wait to see how many groups there are."""
+    ones = torch.ones_like(groups) if counted is None else counted.to(groups.dtype)
+    return groups.new_zeros(size).scatter_add_(0, groups, ones)
+
+
+def place_in_group(groups: Tensor, size: int) -> Tensor:
+    """For each entry of `groups` [E] int64 < size, how many earlier entries are of its group."""
     order = groups.argsort(stable=True)
-    sizes = groups.bincount()
+    sizes = tally(groups, size)
     starts = sizes.cumsum(0) - sizes
-    place = torch.arange(len(groups), device=groups.device) - starts[groups[order]]
+    place = _places(groups) - starts[groups[order]]
     return torch.empty_like(place).scatter(0, order, place)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nexus_vllm.allocators.base import Allocator, Situation, proportional
+from nexus_vllm.allocators.base import Allocator, Situation, on_host, proportional
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,13 @@ class Cake(Allocator):
         entropy, shift = terms.log().unbind(-1)
         power = entropy / self.tau1 + shift / self.tau2
         highest = power.max()
-        return (power - highest).exp() if bool(highest.isfinite()) else torch.zeros_like(power)
+        return torch.where(highest.isfinite(), (power - highest).exp(), 0.0)
 
     def counts(self, situation: Situation) -> Tensor:
         if situation.preference is None:
             raise ValueError("cake needs the layers' preference; the situation lacks it")
-        return proportional(situation.preference[:, None].expand(situation.floor.shape), situation)
+        preference = on_host(situation.preference)
+        return proportional(preference[:, None].expand(situation.floor.shape), situation)
 
 
 def spread(maps: Tensor, candidates: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from nexus_vllm.allocators.base import Allocator, Situation, heads_best_first
+from nexus_vllm.allocators.base import Allocator, Situation, heads_best_first, on_host, tally
 
 
 @dataclass(frozen=True)
@@ -23,4 +23,4 @@ class GlobalRank(Allocator):
         floor = situation.floor
         free = situation.total - int(floor.sum())
         head = heads_best_first(situation)[:free]
-        return floor + head.bincount(minlength=floor.numel()).view(floor.shape)
+        return floor + on_host(tally(head, floor.numel() + 1)[:-1]).view(floor.shape)

@@ -7,6 +7,7 @@ plans ahead is right; its implementation records the window queries and calls th
 
 import copy
 import functools
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,20 @@ _READINGS = "kv_eviction_readings"
 
 BACKENDS = ("CPU_ATTN",)
 """Backends (names of AttentionBackendEnum) that have been tested with eviction."""
+
+UNCONFIRMED = ("FLASH_ATTN", "TRITON_ATTN")
+"""Backends that should work, and that scripts/gpu_check.sh has yet to confirm: docs/gpu.md."""
+
+ENVIRONMENT = "NEXUS_VLLM_UNCONFIRMED"
+"""1, to evict with backends of UNCONFIRMED, too."""
+
+
+def admitted() -> tuple[str, ...]:
+    """Backends that this process may evict with. Raises ValueError on an unknown choice."""
+    choice = os.environ.get(ENVIRONMENT, "")
+    if choice not in ("", "0", "1"):
+        raise ValueError(f"{ENVIRONMENT} is {choice!r}, must be 0 or 1")
+    return (*BACKENDS, *UNCONFIRMED) if choice == "1" else BACKENDS
 
 
 class EvictionBuilderMixin:
@@ -70,23 +85,29 @@ class EvictionBuilderMixin:
         """The batch over units, and the wrapped builder's metadata of it for every layer."""
         assert self.tables is not None, "uneven budgets are refused where there are no units"
         uneven = self.tables.batch(
-            view.rows, batch.block_table_tensor, view.lengths, view.starts, view.block_size
+            view.rows,
+            batch.block_table_tensor,
+            view.lengths,
+            view.starts,
+            view.block_size,
+            batch.seq_lens,
         )
         sequences = uneven.lengths.shape[1]
         group = self.num_heads // self.num_kv_heads  # type: ignore[attr-defined]
         fold = (
             batch.max_query_len == 1
             and batch.causal is True
+            and uneven.flat.device.type == "cpu"
             and worth_folding(sequences, torch.get_num_threads())
         )
-        starts = uneven.starts * group if fold else uneven.starts
+        times = group if fold else 1
         one = copy.copy(self)
         one.num_heads, one.num_kv_heads = 1 if fold else group, 1  # type: ignore[attr-defined]
         common = batch.replace(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
+            query_start_loc=uneven.starts * times,
+            query_start_loc_cpu=uneven.starts_cpu * times,
             num_reqs=sequences,
-            num_actual_tokens=int(starts[-1]),
+            num_actual_tokens=int(uneven.starts_cpu[-1]) * times,
             max_query_len=group if fold else batch.max_query_len,
             causal=False if fold else batch.causal,
         )
@@ -97,12 +118,16 @@ class EvictionBuilderMixin:
                 common.replace(
                     block_table_tensor=table,
                     seq_lens=lengths,
-                    seq_lens_cpu_upper_bound=lengths,
+                    seq_lens_cpu_upper_bound=known,
                     max_seq_len=longest,
                 ),
             )
-            for table, lengths, longest in zip(
-                uneven.tables, uneven.lengths, uneven.lengths.amax(1).tolist(), strict=True
+            for table, lengths, known, longest in zip(
+                uneven.tables,
+                uneven.lengths,
+                uneven.lengths_cpu,
+                uneven.lengths_cpu.amax(1).tolist(),
+                strict=True,
             )
         ]
         return UnitAttention(uneven, layers, fold)
@@ -200,7 +225,7 @@ def evicting(base: type[AttentionBackend]) -> type[AttentionBackend]:
 
 def __getattr__(name: str) -> Any:
     """`nexus_vllm.engine.attention.CPU_ATTN`: vLLM's registry loads classes by dotted path."""
-    if name in BACKENDS:
+    if name in (*BACKENDS, *UNCONFIRMED):
         stock: Any = _stock(name)
         return evicting(stock)
     raise AttributeError(name)
@@ -213,8 +238,15 @@ def _stock(name: str) -> type[AttentionBackend]:
     return backend
 
 
+def remedy(backend: type[AttentionBackend] | None) -> str:
+    """What to do about a backend that is not overridden; None: a layer that has none."""
+    if backend is not None and backend.get_name() in UNCONFIRMED:
+        return f"run scripts/gpu_check.sh and, where it passes, set {ENVIRONMENT}=1 (docs/gpu.md)"
+    return "choose one with --attention-backend"
+
+
 def install() -> None:
-    """Override the tested backends in this process's registry. Safe to call again."""
-    for name in BACKENDS:
+    """Override the admitted backends in this process's registry. Safe to call again."""
+    for name in admitted():
         _stock(name)
         register_backend(AttentionBackendEnum[name], f"{__name__}.{name}")

@@ -333,9 +333,10 @@ def plan_of(output: "SchedulerOutput") -> StepPlan:
 
 
 def with_report(output: "ModelRunnerOutput", report: StepReport) -> "ModelRunnerOutput":
-    """A copy of the output with the report on it; vLLM shares one empty output among steps."""
+    """A copy of the output, which has come from the device, with the report on it; vLLM shares one
+    empty output among steps."""
     output = copy.copy(output)
-    vars(output)[_REPORT] = report
+    vars(output)[_REPORT] = report.settle()
     return output
 
 

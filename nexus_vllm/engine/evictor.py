@@ -5,7 +5,7 @@ pages of the live window -> keys --policy--> weights --selector--> kept blocks -
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsInt
 
 import torch
 from torch import Tensor
@@ -13,15 +13,17 @@ from torch.nn import functional
 
 from nexus_vllm import policies
 from nexus_vllm.config import Settings
+from nexus_vllm.engine import ops
 from nexus_vllm.engine.layout import UnitLayout, probe
 from nexus_vllm.engine.sequences import Sequence
 from nexus_vllm.engine.window import LayerWindow
 from nexus_vllm.plan import Eviction
 from nexus_vllm.policies import Observation, Policy, Rope, score, state_size
-from nexus_vllm.selectors import select
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
+
+    from nexus_vllm.engine.kernel_reader import Memory
 
 OnError = Callable[[Exception], None]
 """Takes what a policy or an allocator has raised."""
@@ -31,6 +33,8 @@ PROFILER_RANGE = "kv_eviction"
 
 MAX_KEYS = 1 << 20
 """Key numbers gathered at once (4 MiB in float32), unless one layer needs more: see MAX_LOGITS."""
+MAX_MAPS = 1 << 24
+"""Numbers of attention maps that kernels write at once (64 MiB), unless one layer needs more."""
 
 
 @dataclass
@@ -114,8 +118,8 @@ def window_queries(
     layers: list[Layer], sequence: Sequence, eviction: Eviction, window: int
 ) -> tuple[Tensor, Tensor]:
     """The newest queries [L, W, Hq, D] before the eviction, and their positions [W]."""
-    count = min(window, eviction.computed)
-    positions = torch.arange(eviction.computed - count, eviction.computed)
+    count, device = min(window, eviction.computed), layers[0].cache.device
+    positions = torch.arange(eviction.computed - count, eviction.computed, device=device)
     queries = [layer.window.queries(sequence.slot, positions) for layer in layers]
     return torch.stack(queries), positions
 
@@ -128,6 +132,11 @@ def replayed(sequence: Sequence, blocks: Tensor) -> Tensor | None:
     last = sequence.replay.shape[-1] - 1
     at = blocks.expand(-1, sequence.replay.shape[1], -1)
     return sequence.replay.gather(-1, at.clamp(0, last)).masked_fill(at > last, torch.nan)
+
+
+def read_in_place(memory: "Memory | None", policy: Policy) -> bool:
+    """Whether kernels read keys and values for this policy, rather than it those gathered."""
+    return memory is not None and not policy.gathers
 
 
 def grown_state(state: Tensor | None, live: int, size: int) -> Tensor | None:
@@ -143,13 +152,15 @@ class Evictor:
     def __init__(self, layers: list[Layer], settings: Settings) -> None:
         self.layers = layers
         self.settings = settings
+        self.memory = ops.memory_of(layers)
+        self.device = layers[0].cache.device
         self.policies: dict[str, Policy] = {
             name: policies.served(name, settings) for name in settings.choices
         }
 
     def evict(
         self, sequence: Sequence, eviction: Eviction, on_error: OnError | None = None
-    ) -> tuple[int, Tensor]:
+    ) -> tuple[SupportsInt, Tensor]:
         """Shrink one sequence to the pages the scheduler left it.
 
         on_error: told what choosing blocks has raised; then sinks and the newest ones stay.
@@ -158,7 +169,7 @@ class Evictor:
         blocks that stay. Raises RuntimeError when worker and scheduler disagree on the sequence.
         """
         check_agreement(sequence, eviction)
-        blocks = sequence.live_blocks(len(self.layers), eviction.full)
+        blocks = sequence.live_blocks(len(self.layers), eviction.full, self.device)
         state = None
         try:
             kept, state = self._choose(sequence, eviction, blocks)
@@ -182,40 +193,38 @@ class Evictor:
         """Which live blocks stay, bool [layers, live], and their state [layers, live, S]."""
         policy, settings = self.policies[eviction.policy], self.settings.of(eviction.policy)
         forced = forced_blocks(blocks, eviction.full, settings)
-        layers = torch.tensor([layer.index for layer in self.layers])
-        weights = torch.empty(blocks.shape, dtype=torch.float32)
+        layers = torch.tensor([layer.index for layer in self.layers], device=self.device)
+        weights = torch.empty(blocks.shape, dtype=torch.float32, device=self.device)
         size = state_size(policy, settings.smoothing)
         known = grown_state(sequence.state, blocks.shape[1], size)
-        state = torch.empty(*blocks.shape, size) if size else None
+        state = torch.empty(*blocks.shape, size, device=self.device) if size else None
         found = replayed(sequence, blocks[:, None])
-        for rows in self._groups(policy, blocks.shape[1]):
+        for rows in self._groups(policy, blocks.shape[1], settings.window):
             queries, positions = None, None
             if policy.needs_window:
                 queries, positions = window_queries(
                     self.layers[rows], sequence, eviction, settings.window
                 )
-            keys, values = self._read(policy, eviction, self.layers[rows])
             weights[rows], new = score(
                 policy,
                 Observation(
                     queries=queries,
                     query_positions=positions,
-                    keys=keys,
                     block_ids=blocks[rows],
                     scale=self.layers[rows.start].scale,
                     candidates=~forced[rows],
                     layers=layers[rows],
-                    values=values,
                     state=None if known is None else known[rows],
                     rope=self.layers[rows.start].rope,
                     replay=None if found is None else found[rows].mT,
+                    **self._read(policy, eviction, rows, blocks[rows]),
                     **circumstances(sequence, eviction, settings),
                 ),
                 settings.smoothing,
             )
             if state is not None and new is not None:
                 state[rows] = new
-        kept = select(
+        kept = ops.select(
             weights=weights,
             keep=len(eviction.kept_pages),
             forced=forced,
@@ -223,19 +232,20 @@ class Evictor:
             event=eviction.event,
             layers=layers,
             block_ids=blocks,
-            # A model that overflows spoils its own text; an error here would end the engine.
-            validate=False,
             **selection(policy, settings, eviction),
         )
         return kept, state
 
-    def _groups(self, policy: Policy, live: int) -> list[slice]:
-        """Runs of layers to score at once: alike, and with few enough keys to hold."""
+    def _groups(self, policy: Policy, live: int, window: int) -> list[slice]:
+        """Runs of layers to score at once: alike, and with few enough keys, or maps, to hold."""
         if not policy.reads_keys:
             return [slice(0, len(self.layers))]
         groups: list[slice] = []
         for row, layer in enumerate(self.layers):
-            most = max(1, MAX_KEYS // (live * layer.cache[0].numel() // 2))
+            if read_in_place(self.memory, policy):
+                most = max(1, MAX_MAPS // (live * window * layer.window.ring.shape[1]))
+            else:
+                most = max(1, MAX_KEYS // (live * layer.cache[0].numel() // 2))
             if groups and row - groups[-1].start < most and layer.alike(self.layers[row - 1]):
                 groups[-1] = slice(groups[-1].start, row + 1)
             else:
@@ -243,42 +253,45 @@ class Evictor:
         return groups
 
     def _read(
-        self, policy: Policy, eviction: Eviction, layers: list[Layer]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Keys and values [L, N, Hkv, b, D], as far as the policy needs them."""
-        caches, pages = [layer.cache for layer in layers], torch.tensor(eviction.pages)
-        keys, values = None, None
-        if policy.reads_keys:
-            keys = layers[0].keys.read_all(caches, pages)
+        self, policy: Policy, eviction: Eviction, rows: slice, blocks: Tensor
+    ) -> dict[str, Any]:
+        """Keys and values [L, N, Hkv, b, D] of an Observation as far as the policy needs them, or
+        what reads them in place. blocks: [L, N]."""
+        if not policy.reads_keys:
+            return {"keys": None}
+        pages = torch.tensor(eviction.pages, device=self.device)
+        layers = self.layers[rows]
+        if self.memory is not None and read_in_place(self.memory, policy):
+            units = self.memory.own(rows, pages)
+            held = blocks[:, None].expand(units.shape)
+            counts = torch.full(units.shape[:2], len(pages), device=self.device)
+            return {"keys": None, "reader": self.memory.reader(units, held, counts)}
+        caches, values = [layer.cache for layer in layers], None
         if policy.needs_values:
             layout = layers[0].values
             assert layout is not None, "the layers' values have not been probed"
             values = layout.read_all(caches, pages)
-        return keys, values
+        return {"keys": layers[0].keys.read_all(caches, pages), "values": values}
 
-    def _fill(self, eviction: Eviction, kept: Tensor) -> tuple[int, Tensor]:
+    def _fill(self, eviction: Eviction, kept: Tensor) -> tuple[SupportsInt, Tensor]:
         """Copy kept blocks out of pages that go into pages that stay.
 
         Returns the number of copies, and which of the live blocks is in each page that stays,
         [layers, len(kept_pages)]. A page that stays and whose own block is kept is not touched.
         Sources and destinations are disjoint, so copies need no scratch and no order.
         """
-        slot_of_page = {page: slot for slot, page in enumerate(eviction.kept_pages)}
-        slots = torch.tensor([slot_of_page.get(page, -1) for page in eviction.pages])
-        pages, kept_pages = torch.tensor(eviction.pages), torch.tensor(eviction.kept_pages)
-        stays, leaves = kept & (slots >= 0), kept & (slots < 0)
-        taken = torch.full((len(self.layers), len(kept_pages)), -1)
-        row, block = stays.nonzero().T
-        taken[row, slots[block]] = block
-        # Every layer keeps as many blocks as there are slots: for each that leaves, one is open.
-        source, target = leaves.nonzero(), (taken < 0).nonzero()
-        taken[taken < 0] = source[:, 1]
-        copies = leaves.sum(1).tolist()
-        for layer, old, new in zip(
-            self.layers,
-            pages[source[:, 1]].split(copies),
-            kept_pages[target[:, 1]].split(copies),
-            strict=True,
-        ):
-            layer.cache.index_copy_(0, new, layer.cache.index_select(0, old))
-        return len(source), taken
+        pages, kept_pages = eviction.pages, eviction.kept_pages
+        slot_of_page = {page: slot for slot, page in enumerate(kept_pages)}
+        slots = [slot_of_page.get(page, -1) for page in pages]
+        most = min(len(kept_pages), slots.count(-1))
+        places = torch.tensor(slots, device=self.device)
+        pairs = ops.pair(kept, places, len(kept_pages), most)
+        source = torch.tensor(pages, device=self.device)[pairs.source]
+        target = torch.tensor(kept_pages, device=self.device)[pairs.target]
+        if self.memory is not None:
+            self.memory.copy_pages(source, target, pairs.counts)
+        else:
+            copies = zip(self.layers, source, target, pairs.counts.tolist(), strict=True)
+            for layer, old, new, count in copies:
+                layer.cache.index_copy_(0, new[:count], layer.cache.index_select(0, old[:count]))
+        return ops.number(pairs.counts.sum()), pairs.taken

@@ -22,12 +22,13 @@ _DIGIT = 64
 class UnitLayout:
     """Where the keys, or the values, of a (page, KV head) unit are in its `block * 2 * D` numbers.
 
-    `order` [block, D]: the place of each (token, dimension). `span`: the first place and the one
-    after the last. `steps`: from one token and from one dimension to the next, where places follow
-    such a rule, so that they can be read as a view.
+    `order` [block, D]: the place of each (token, dimension), and `start` that of the first one.
+    `span`: the lowest place and the one after the highest. `steps`: from one token and from one
+    dimension to the next, where places follow such a rule, so that they can be read as a view.
     """
 
     order: Tensor
+    start: int
     span: tuple[int, int]
     steps: tuple[int, int] | None
 
@@ -41,7 +42,7 @@ class UnitLayout:
         rule = first + token * torch.arange(block)[:, None] + step * torch.arange(dim)
         ruled = token >= 0 and step >= 0 and torch.equal(rule, order.cpu())
         span = int(order.min()), int(order.max()) + 1
-        return cls(order, span, (token, step) if ruled else None)
+        return cls(order, first, span, (token, step) if ruled else None)
 
     def read(self, cache: Tensor, pages: Tensor) -> Tensor:
         """Those of whole pages, [len(pages), KV heads, block, D]; `cache` is a layer's."""
@@ -70,9 +71,9 @@ class UnitLayout:
         if self.steps is None:
             taken = units.index_select(-1, self.order.flatten() - first)
             return taken.unflatten(-1, self.order.shape)
-        start = int(self.order[0, 0]) - first
         shape = (*units.shape[:3], block, dim)
-        return units.as_strided(shape, (*units.stride()[:3], *self.steps), start)
+        strides = (*units.stride()[:3], *self.steps)
+        return units.as_strided(shape, strides, self.start - first)
 
 
 def probe(layer: "Attention", cache: Tensor, values: bool = False) -> UnitLayout:

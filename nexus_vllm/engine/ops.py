@@ -1,12 +1,21 @@
-"""Which implementation of scoring, selecting, copying and shifting a worker uses.
+"""Which implementation of scoring, selecting and copying a worker uses.
 
 Every kernel in `nexus_vllm.kernels` stands beside a reference in plain torch that computes the
-same. On a GPU the kernels run; elsewhere the references do, unless Triton interprets them.
+same. On a GPU the kernels run; elsewhere the references do, and Triton need not be there.
 """
 
 import os
+from typing import TYPE_CHECKING, Any, SupportsInt
 
 import torch
+from torch import Tensor
+
+from nexus_vllm import pairing, selectors
+from nexus_vllm.pairing import Pairs
+
+if TYPE_CHECKING:
+    from nexus_vllm.engine.evictor import Layer
+    from nexus_vllm.engine.kernel_reader import Memory
 
 ENVIRONMENT = "NEXUS_VLLM_KERNELS"
 """`triton` or `torch`, to use kernels, or references, whatever the device."""
@@ -18,3 +27,80 @@ def use_kernels(device: torch.device) -> bool:
     if choice not in ("", "triton", "torch"):
         raise ValueError(f"{ENVIRONMENT} is {choice!r}, must be triton or torch")
     return choice == "triton" if choice else device.type == "cuda"
+
+
+def memory_of(layers: "list[Layer]") -> "Memory | None":
+    """The layers' caches as kernels read them; None where references read them."""
+    if not use_kernels(layers[0].cache.device):
+        return None
+    from nexus_vllm.engine.kernel_reader import Memory
+
+    return Memory.of(layers)
+
+
+def select(
+    kind: str,
+    weights: Tensor,
+    keep: int | Tensor,
+    forced: Tensor,
+    *,
+    seed: int,
+    event: int,
+    layers: Tensor,
+    block_ids: Tensor,
+    **parameters: Any,
+) -> Tensor:
+    """`selectors.select` without its checks, which would wait for the device: a model that
+    overflows spoils its own text, and an error here would end the engine."""
+    if use_kernels(weights.device):
+        from nexus_vllm.kernels import select as kernel
+
+        if kind in kernel.KINDS:
+            rows = len(weights)
+            return kernel.select(
+                kind,
+                weights,
+                torch.full_like(layers, keep) if isinstance(keep, int) else keep,
+                forced,
+                seeds=[seed] * rows,
+                events=[event] * rows,
+                layers=layers,
+                block_ids=block_ids,
+                **parameters,
+            )
+    return selectors.select(
+        kind,
+        weights,
+        keep,
+        forced,
+        seed=seed,
+        event=event,
+        layers=layers,
+        block_ids=block_ids,
+        validate=False,
+        **parameters,
+    )
+
+
+def pair(kept: Tensor, slots: Tensor, places: int, most: int) -> Pairs:
+    """`pairing.pair`."""
+    if use_kernels(kept.device):
+        from nexus_vllm.kernels import pairs
+
+        return pairs.pairs(kept, slots, places, most)
+    return pairing.pair(kept, slots, places, most)
+
+
+def number(count: Tensor) -> SupportsInt:
+    """A number that the host wants to know, once the step's tokens have come, and not before."""
+    if count.device.type == "cpu":
+        return int(count)
+    copied = torch.empty((), dtype=count.dtype, pin_memory=count.device.type == "cuda")
+    copied.copy_(count, non_blocking=True)
+    return copied
+
+
+def wait(device: torch.device) -> None:
+    """Until all that the device was told to do is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

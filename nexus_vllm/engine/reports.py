@@ -27,8 +27,16 @@ class Reports:
         """Whether vLLM collects what this rank returns or raises."""
         return bool(self._ranks.is_first_rank and self._stages.is_last_rank)
 
+    @property
+    def alone(self) -> bool:
+        """Whether this rank has nobody to hand anything to."""
+        return bool(self._ranks.world_size == self._stages.world_size == 1)
+
     def gather(self, report: StepReport) -> StepReport | None:
-        """All ranks' report, on the one that is heard. All ranks call this for the same steps."""
+        """All ranks' report, on the one that is heard. All ranks call this for the same steps.
+
+        Reports that others will add to must be settled.
+        """
         if self._sent is not None:
             self._sent.wait()
         if not self._ranks.is_first_rank:

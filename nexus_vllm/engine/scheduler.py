@@ -540,9 +540,9 @@ class EvictionSchedulerMixin(Scheduler):
 
     def _book(self, report: StepReport) -> None:
         for request_id, moved in report.moved.items():
-            self._counts["moved_blocks"] += moved
+            self._counts["moved_blocks"] += int(moved)
             with contextlib.suppress(KeyError):  # aborted while its step was in flight
-                self.ledgers[request_id].moved_blocks += moved
+                self.ledgers[request_id].moved_blocks += int(moved)
         self._counts["seconds"] += report.seconds
 
     def _free_request(

@@ -38,11 +38,13 @@ class Sequence:
     seen: int = 0
     replay: Tensor | None = None
 
-    def live_blocks(self, layers: int, full: int) -> Tensor:
+    def live_blocks(self, layers: int, full: int, device: torch.device | str = "cpu") -> Tensor:
         """Original block ids [layers, full - released] of the live window, in row order."""
-        known = self.origin if self.origin is not None else torch.empty(layers, 0, dtype=torch.long)
-        first = self.released + known.shape[1]
-        return torch.cat([known, torch.arange(first, full).expand(layers, -1)], dim=1)
+        known = self.origin
+        if known is None:
+            known = torch.empty(layers, 0, dtype=torch.long, device=device)
+        newer = torch.arange(self.released + known.shape[1], full, device=device)
+        return torch.cat([known, newer.expand(layers, -1)], dim=1)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nexus_vllm.engine.ops import use_kernels
 from nexus_vllm.engine.sequences import Sequence
-from nexus_vllm.engine.units import Holding, UnitSpace
+from nexus_vllm.engine.units import Holding, UnitSpace, sent, unit_tables
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,17 @@ class UnevenBatch:
 
     `tables` [layers, heads * requests, width] int32 unit numbers; `lengths` [layers, heads *
     requests] int32 tokens; `starts` [heads * requests + 1] int32 first query row of each, where
-    queries are ordered by KV head, then as in the batch.
+    queries are ordered by KV head, then as in the batch. `starts_cpu`: the same on the host.
+    `lengths_cpu`: the lengths as far as the host knows, which may be more.
     """
 
     flat: Tensor
     heads: int
     tables: Tensor
     lengths: Tensor
+    lengths_cpu: Tensor
     starts: Tensor
+    starts_cpu: Tensor
 
     @classmethod
     def of(
@@ -39,32 +43,47 @@ class UnevenBatch:
         lengths: np.ndarray,
         starts: np.ndarray,
         block_size: int,
+        exact: Tensor | None = None,
     ) -> "UnevenBatch":
-        """From the batch's page table [requests, width] and lengths, released blocks included."""
+        """From the batch's page table [requests, width] and lengths, released blocks included.
+
+        Both may have more rows than `rows`. `exact`: lengths where the table is, for a host that
+        knows only upper bounds: there must be pages for those. Nothing waits for a GPU.
+        """
         layers, heads, requests = len(space.base), space.heads, len(rows)
-        parts: list[tuple[Tensor | None, Tensor, Tensor]] = []
-        tokens = torch.empty(layers, heads, requests, dtype=torch.int32)
-        for index, sequence in enumerate(rows):
-            length = int(lengths[index])
-            holding, first = dealt_out(sequence)
-            tail = space.own(table[index, first : -(-length // block_size)].long())
-            counts = holding.counts if holding else torch.zeros(layers, heads, dtype=torch.long)
-            parts.append((holding.units if holding else None, counts, tail))
-            tokens[:, :, index] = counts * block_size + (length - first * block_size)
-        width = max(int(counts.max()) + tail.shape[-1] for _, counts, tail in parts)
-        tables = torch.zeros(layers, heads, requests, width, dtype=torch.int32)
-        for index, (units, counts, tail) in enumerate(parts):
-            row = tables[:, :, index]
-            if units is not None:
-                row[..., : units.shape[-1]] = units.clamp(min=0)
-            place = counts[..., None] + torch.arange(tail.shape[-1])
-            row.scatter_(2, place, tail.int())
-        return cls(
-            space.flat,
+        lengths = lengths[:requests].astype(np.int64)
+        dealt = [dealt_out(sequence) for sequence in rows]
+        first = np.array([block for _, block in dealt])
+        pages = np.minimum(-(-lengths // block_size), table.shape[1])
+        tail = np.maximum(pages - first, 0)
+        nothing = torch.zeros(layers, heads, dtype=torch.long)
+        counts = torch.stack([held.counts if held else nothing for held, _ in dealt], -1)
+        known = counts * block_size + torch.from_numpy(lengths - first * block_size)
+        width = int((counts.amax((0, 1)) + torch.from_numpy(tail)).max())
+        if use_kernels(space.device):
+            from nexus_vllm.kernels.units import tables as build
+        else:
+            build = unit_tables
+        tables, tokens = build(
+            [(held.units, held.counts_there) if held else None for held, _ in dealt],
+            first.tolist(),
+            tail.tolist(),
+            table,
+            sent(torch.from_numpy(lengths), space.device) if exact is None else exact,
+            space.base,
             heads,
-            tables.flatten(1, 2),
-            tokens.flatten(1, 2),
-            per_head_starts(starts[: requests + 1], heads),
+            block_size,
+            width,
+        )
+        first_rows = per_head_starts(starts[: requests + 1], heads)
+        return cls(
+            flat=space.flat,
+            heads=heads,
+            tables=tables,
+            lengths=tokens,
+            lengths_cpu=known.flatten(1, 2).int(),
+            starts=sent(first_rows, space.device),
+            starts_cpu=first_rows,
         )
 
 
@@ -81,17 +100,30 @@ def per_head_starts(starts: np.ndarray, heads: int) -> Tensor:
     return torch.from_numpy(np.append(each.ravel(), heads * starts[-1]).astype(np.int32))
 
 
-class UnitTables:
-    """The tables of the last step, for as long as nothing but tokens in tail pages is new.
+@dataclass(frozen=True)
+class _Known:
+    """A step's batch, what it was made from, and how long its rows were."""
 
-    They are reused only if every row's holding, first block and tail pages are the same: compared
-    by content at each step, so nobody has to tell of evictions, moved rows or restarted requests.
+    key: list[tuple[Holding | None, int, bytes]]
+    lengths: Tensor
+    exact: Tensor
+    batch: UnevenBatch
+
+
+class UnitTables:
+    """The batch over units, step by step.
+
+    On a GPU it is built anew at each step, by one kernel for all layers: it writes a few megabytes,
+    and the page table that it reads is never read by the host, so nobody has to tell of evictions,
+    moved rows, restarted requests or other pages.
+
+    On a CPU the tables of the last step are kept for as long as nothing but tokens in tail pages is
+    new: if every row's holding, first block and tail pages are the same, compared by content.
     """
 
     def __init__(self, space: UnitSpace) -> None:
         self.space = space
-        self._known: tuple[list[tuple[Holding | None, int, bytes]], np.ndarray, UnevenBatch] | None
-        self._known = None
+        self._known: _Known | None = None
 
     def batch(
         self,
@@ -100,31 +132,39 @@ class UnitTables:
         lengths: np.ndarray,
         starts: np.ndarray,
         block_size: int,
+        exact: Tensor | None = None,
     ) -> UnevenBatch:
         """The same as `UnevenBatch.of(space, ...)`."""
-        requests = len(rows)
-        lengths, starts = lengths[:requests], starts[: requests + 1]
+        if table.device.type != "cpu":
+            return UnevenBatch.of(self.space, rows, table, lengths, starts, block_size, exact)
+        requests, heads = len(rows), self.space.heads
+        lengths, starts = lengths[:requests].copy(), starts[: requests + 1]
+        told = torch.from_numpy(lengths)
+        exact = told if exact is None else exact[:requests].clone()
         pages = table.numpy()
         key = []
         for sequence, row, length in zip(rows, pages, lengths.tolist(), strict=False):
             holding, first = dealt_out(sequence)
             key.append((holding, first, row[first : -(-length // block_size)].tobytes()))
-        if self._known is not None and self._known[0] == key:
-            _, before, batch = self._known
-            more = torch.from_numpy((lengths - before).astype(np.int32))
+        known = self._known
+        if known is not None and known.key == key:
+            first_rows = per_head_starts(starts, heads)
             batch = replace(
-                batch,
-                lengths=batch.lengths + more.repeat(self.space.heads),
-                starts=per_head_starts(starts, self.space.heads),
+                known.batch,
+                lengths=known.batch.lengths + (exact - known.exact).int().repeat(heads),
+                lengths_cpu=known.batch.lengths_cpu + (told - known.lengths).int().repeat(heads),
+                starts=first_rows,
+                starts_cpu=first_rows,
             )
         else:
-            batch = UnevenBatch.of(self.space, rows, table, lengths, starts, block_size)
-        self._known = key, lengths.copy(), batch
+            batch = UnevenBatch.of(self.space, rows, table, lengths, starts, block_size, exact)
+        self._known = _Known(key, told, exact, batch)
         return batch
 
 
 def worth_folding(sequences: int, threads: int) -> bool:
-    """Whether decoding should show a KV head's query heads to the kernel as tokens of one head.
+    """Whether decoding on a CPU should show a KV head's query heads to the kernel as tokens of one
+    head.
 
     vLLM's CPU kernel cuts sequences so that all threads get equal shares, and its threads then wait
     for each other, spinning: on cores that others use too, a layer took twice as long. It does not

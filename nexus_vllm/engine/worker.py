@@ -20,7 +20,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from nexus_vllm.engine import attention, compat
+from nexus_vllm.engine import attention, compat, ops
 from nexus_vllm.engine.evictor import PROFILER_RANGE, Evictor, Layer
 from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.profiles import rank_heads, servable
@@ -91,6 +91,7 @@ class EvictionWorker(PlatformWorker):
         for name, layer in layers.items():
             _check_layer(name, layer, self.model_config)
         _check_alike(layers)
+        _warn_if_unconfirmed(layers)
         for name, layer in layers.items():
             window = LayerWindow(
                 slots,
@@ -214,6 +215,9 @@ class EvictionWorker(PlatformWorker):
                 self._evict(eviction, report)
         self._report = None
         if plan.evictions:
+            if not self.reports.alone:
+                ops.wait(self.device)
+                report.settle()
             self._report = self.reports.gather(report)
             self.runner.commit_rows()
         for request_id in plan.started:
@@ -298,10 +302,11 @@ def _check_layer(name: str, layer: "Attention", model_config: "ModelConfig") -> 
     impl = getattr(layer, "impl", None)  # state-space layers have none
     if not isinstance(impl, attention.EvictionImplMixin):
         tested = ", ".join(attention.BACKENDS)
+        backend = getattr(layer, "attn_backend", None)
         raise compat.UnsupportedError(
             f"layer {name} uses {type(impl or layer).__name__}",
             f"eviction has been tested with the attention backends {tested}",
-            "choose one with --attention-backend, or serve without --kv-eviction",
+            f"{attention.remedy(backend)}, or serve without --kv-eviction",
         )
     if layer.kv_sharing_target_layer_name is not None:
         raise compat.UnsupportedError(
@@ -326,6 +331,19 @@ def _check_layer(name: str, layer: "Attention", model_config: "ModelConfig") -> 
             f"layer {name} has attention sinks of its own",
             "they are not part of the scores, and attention over units would mix up their heads",
             "serve this model without --kv-eviction",
+        )
+
+
+def _warn_if_unconfirmed(layers: "dict[str, Attention]") -> None:
+    """Say loudly that this engine relies on what no GPU has confirmed."""
+    used = {layer.attn_backend.get_name() for layer in layers.values()}
+    for name in used.intersection(attention.UNCONFIRMED):
+        logger.warning(
+            "%s is set: KV eviction runs with the attention backend %s, which has NOT been "
+            "confirmed on a GPU. Replies may be wrong. What is known, and what is not: "
+            "docs/gpu.md; what confirms it on this machine: scripts/gpu_check.sh.",
+            attention.ENVIRONMENT,
+            name,
         )
 
 

@@ -11,10 +11,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nexus_vllm.replay import MIN_PIECE
 
@@ -29,6 +30,55 @@ MAX_LOGITS = 1 << 20
 A CPU reads them several times, so they should stay in its caches, and glibc takes far larger
 buffers from the system anew each time.
 """
+
+
+class Reader(Protocol):
+    """Reads keys and values where they lie, by kernels, for a policy that need not gather them.
+
+    What it returns is what the functions of this module return of gathered keys and values; leading
+    dimensions "...", N and Hkv are those of the observation it belongs to.
+    """
+
+    def keys(self) -> Tensor:
+        """All keys after all, [..., N, Hkv, b, D]."""
+
+    def values(self) -> Tensor:
+        """All values after all, [..., N, Hkv, b, D]."""
+
+    def block_attention(
+        self, queries: Tensor, positions: Tensor, scale: float, heads: Heads
+    ) -> Tensor:
+        """`block_attention` of queries [..., W, Hq, D] at positions [W]."""
+
+    def token_attention(
+        self, queries: Tensor, positions: Tensor, scale: float, rows: Pool, heads: Pool
+    ) -> Tensor:
+        """`token_attention` of them."""
+
+    def walk(
+        self,
+        queries: Tensor,
+        positions: Tensor,
+        scale: float,
+        heads: Heads,
+        *,
+        candidates: Tensor | None,
+        order: list[int],
+        lam: float,
+        pool_rows: Pool,
+        start: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Nexus' a + lam c and c of each head, both [..., H', N] (`policies.nexus`).
+
+        candidates: [..., N] bool, what the walk runs over; None: all. order: the rows that it
+        takes, 0 the oldest. start: [..., N], what it begins with, before it is scaled to 1.
+        """
+
+    def key_norms(self) -> Tensor: ...
+
+    def key_cosines(self) -> Tensor: ...
+
+    def value_ranges(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -58,6 +108,8 @@ class Observation:
     rope: how queries and keys were rotated, for a policy that needs to know, else None.
     replay: [..., N, Hkv] float32, the most attention that a token of the block has had while the
       prompt was replayed, NaN for a block that was no part of it; None: there was no replay.
+    reader: what reads keys and values instead, which are then None, for a policy that does not
+      gather them.
     Raises ValueError when shapes do not fit together.
     """
 
@@ -78,6 +130,7 @@ class Observation:
     prompt_blocks: int = 0
     rope: "Rope | None" = None
     replay: Tensor | None = None
+    reader: Reader | None = None
 
     def __post_init__(self) -> None:
         ids = self.block_ids.shape
@@ -108,12 +161,16 @@ class Observation:
 
     def all_keys(self) -> Tensor:
         """keys. Raises ValueError if they were left out."""
+        if self.keys is None and self.reader is not None:
+            return self.reader.keys()
         if self.keys is None:
             raise ValueError("this policy needs keys; the observation lacks them")
         return self.keys
 
     def all_values(self) -> Tensor:
         """values. Raises ValueError if they were left out."""
+        if self.values is None and self.reader is not None:
+            return self.reader.values()
         if self.values is None:
             raise ValueError("this policy needs values; the observation lacks them")
         return self.values
@@ -130,13 +187,17 @@ class Observation:
             raise ValueError("this policy needs the prompt's replay; there was none")
         return self.replay
 
+    def asked(self) -> tuple[Tensor, Tensor]:
+        """(queries, query_positions). Raises ValueError if they were left out."""
+        if self.queries is None or self.query_positions is None:
+            raise ValueError(
+                "this policy needs queries and query_positions; the observation lacks them"
+            )
+        return self.queries, self.query_positions
+
     def window(self) -> tuple[Tensor, Tensor, Tensor]:
         """(queries, query_positions, keys). Raises ValueError if one of them was left out."""
-        if self.queries is None or self.query_positions is None or self.keys is None:
-            raise ValueError(
-                "this policy needs queries, query_positions and keys; the observation lacks them"
-            )
-        return self.queries, self.query_positions, self.keys
+        return *self.asked(), self.all_keys()
 
 
 @dataclass(frozen=True)
@@ -178,6 +239,9 @@ class Policy(ABC):
     needs_keys: ClassVar[bool] = False
     """Whether it reads keys, though no queries."""
     needs_values: ClassVar[bool] = False
+    gathers: ClassVar[bool] = True
+    """Whether keys and values must be gathered for it, since it reads them by itself. One that only
+    calls functions of `policies.base` can leave that to kernels where there are some."""
     needs_rope: ClassVar[bool] = False
     needs_replay: ClassVar[bool] = False
     """Whether the prompt must be replayed before: then it is a `ReplayPolicy`."""
@@ -303,6 +367,11 @@ def block_attention(obs: Observation, heads: Heads = "per-head") -> Tensor:
     Raises ValueError on another `heads`, or without a window.
     """
 
+    if heads not in get_args(Heads):
+        raise ValueError(f"heads is {heads!r}, choose one of {', '.join(get_args(Heads))}")
+    if obs.reader is not None:
+        return obs.reader.block_attention(*obs.asked(), obs.scale, heads)
+
     def of_blocks(mass: Tensor) -> Tensor:
         blocks = mass.sum(-1)
         return blocks / blocks.sum(-1, keepdim=True).clamp_(min=_TINY)
@@ -324,6 +393,9 @@ def token_attention(obs: Observation, rows: Pool = "mean", heads: Pool = "mean")
     otherwise as `block_attention`.
     """
 
+    if obs.reader is not None:
+        return obs.reader.token_attention(*obs.asked(), obs.scale, rows, heads)
+
     def of_tokens(mass: Tensor) -> Tensor:
         shares = normalised(mass)  # [r, h, W, g, N, b]
         if rows == heads:
@@ -332,6 +404,34 @@ def token_attention(obs: Observation, rows: Pool = "mean", heads: Pool = "mean")
 
     found = attention(obs, of_tokens)
     return found.reshape(*obs.block_ids.shape[:-1], *found.shape[1:])
+
+
+def key_norms(obs: Observation) -> Tensor:
+    """The norm of each key, [..., N, Hkv, b] float32."""
+    if obs.reader is not None:
+        return obs.reader.key_norms()
+    return obs.all_keys().float().norm(dim=-1)
+
+
+def key_cosines(obs: Observation) -> Tensor:
+    """The cosine of each key to the mean direction of its row's, head by head, [..., N, Hkv, b]
+    float32; of padding, anything finite."""
+    if obs.reader is not None:
+        return obs.reader.key_cosines()
+    unit = functional.normalize(obs.all_keys().float(), dim=-1)  # [..., N, Hkv, b, D]
+    counted = unit
+    if obs.valid is not None:
+        counted = unit * obs.valid[..., None, None, None]
+    anchor = functional.normalize(counted.sum(dim=(-4, -2), keepdim=True), dim=-1)
+    return (unit * anchor).sum(-1)
+
+
+def value_ranges(obs: Observation) -> Tensor:
+    """The largest number of each value minus its smallest, [..., N, Hkv, b] float32."""
+    if obs.reader is not None:
+        return obs.reader.value_ranges()
+    values = obs.all_values()
+    return values.amax(-1).float() - values.amin(-1).float()
 
 
 def highest_attention(obs: Observation) -> Tensor:
@@ -361,6 +461,16 @@ def normalised(mass: Tensor) -> Tensor:
     return mass.div_(mass.sum(dim=(-2, -1), keepdim=True).clamp_(min=_TINY))
 
 
+def _seen_in_part(last: Tensor, block: int) -> Tensor:
+    """Places of blocks that some query does not see whole: few, since the window is at the end.
+
+    last: [r, W, N], the offset that a query sees last. On a GPU all places, which need no wait.
+    """
+    if last.device.type != "cpu":
+        return torch.arange(last.shape[-1], device=last.device)
+    return (last < block - 1).flatten(0, 1).any(0).nonzero().flatten()
+
+
 def attention(obs: Observation, reduce: Reduce, heads: Heads = "per-head") -> Tensor:
     """Causal attention of the window to the live tokens, some rows and heads at a time.
 
@@ -368,8 +478,6 @@ def attention(obs: Observation, reduce: Reduce, heads: Heads = "per-head") -> Te
     dimensions, and Hkv is 1 with heads "mean". Otherwise as `block_attention`.
     """
     queries, positions, keys = obs.window()
-    if heads not in get_args(Heads):
-        raise ValueError(f"heads is {heads!r}, choose one of {', '.join(get_args(Heads))}")
     size = obs.block_ids.shape[-1]
     window, query_heads, dim = queries.shape[-3:]
     kv_heads, block = keys.shape[-3:-1]
@@ -395,8 +503,7 @@ def attention(obs: Observation, reduce: Reduce, heads: Heads = "per-head") -> Te
             k_rows = k_rows.mean(dim=2, keepdim=True, dtype=torch.float32)
         q_rows = q_rows.unflatten(2, (kv_heads, group))
         last = positions[:, None] - ids[rows, None, :] * block  # [r, W, N], offset seen last
-        # Blocks that some query does not see whole: few, since the window is at the end.
-        late = (last < block - 1).flatten(0, 1).any(0).nonzero().flatten()
+        late = _seen_in_part(last, block)
         hidden = offsets > last[:, None, :, None, late, None]  # [r, 1, W, 1, n, b]
         found: list[Tensor] = []
         for first_head in range(0, kv_heads, head_step):

@@ -73,8 +73,8 @@ class ExpectedAttention(Policy):
         length = cos.square() + sin.square()  # not 1 where the embedding stretches, as YaRN's
         plain = rope.turned(queries, cos / length, -sin / length)
         mean = plain.mean(-3, keepdim=True)
-        first = int(positions[-1]) + 1
-        ahead = torch.arange(first, first + self.future).clamp(max=len(rope.cos) - 1)
+        ahead = positions[-1] + 1 + torch.arange(self.future, device=positions.device)
+        ahead = ahead.clamp(max=len(rope.cos) - 1)
         turn = rope.cos[ahead].float().mean(0), rope.sin[ahead].float().mean(0)
         return rope.turned(torch.cat([mean, plain - mean], dim=-3), *turn)
 

@@ -18,6 +18,7 @@ class H2O(Policy):
 
     name: ClassVar[str] = "h2o"
     needs_window: ClassVar[bool] = True
+    gathers: ClassVar[bool] = False
     state_size: ClassVar[int] = 1
 
     def remember(self, obs: Observation) -> Tensor:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
-from torch.nn import functional
 
-from nexus_vllm.policies.base import Observation, Policy, check_choices
+from nexus_vllm.policies.base import Observation, Policy, check_choices, key_cosines
 from nexus_vllm.policies.tokens import Tokens, ranked
 
 
@@ -23,6 +22,7 @@ class KeyDiff(Policy):
 
     name: ClassVar[str] = "keydiff"
     needs_keys: ClassVar[bool] = True
+    gathers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choices(self, tokens=Tokens)
@@ -32,9 +32,4 @@ class KeyDiff(Policy):
 
     def by_head(self, obs: Observation) -> Tensor:
         """The weights of each KV head, [..., Hkv, N]."""
-        unit = functional.normalize(obs.all_keys().float(), dim=-1)  # [..., N, Hkv, b, D]
-        counted = unit
-        if obs.valid is not None:
-            counted = unit * obs.valid[..., None, None, None]
-        anchor = functional.normalize(counted.sum(dim=(-4, -2), keepdim=True), dim=-1)
-        return ranked(-(unit * anchor).sum(-1), obs.candidates, self.tokens)
+        return ranked(-key_cosines(obs), obs.candidates, self.tokens)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from nexus_vllm.policies.base import Observation, Policy, check_choices
+from nexus_vllm.policies.base import Observation, Policy, check_choices, key_norms
 from nexus_vllm.policies.tokens import Tokens, ranked
 
 
@@ -21,6 +21,7 @@ class KNorm(Policy):
 
     name: ClassVar[str] = "knorm"
     needs_keys: ClassVar[bool] = True
+    gathers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choices(self, tokens=Tokens)
@@ -30,4 +31,4 @@ class KNorm(Policy):
 
     def by_head(self, obs: Observation) -> Tensor:
         """The weights of each KV head, [..., Hkv, N]."""
-        return ranked(-obs.all_keys().float().norm(dim=-1), obs.candidates, self.tokens)
+        return ranked(-key_norms(obs), obs.candidates, self.tokens)

@@ -77,6 +77,7 @@ class Nexus(Policy):
 
     name: ClassVar[str] = "nexus"
     needs_window: ClassVar[bool] = True
+    gathers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field, low in (("walk_steps", 0), ("lam", 0.0), ("eps_tie", 0.0)):
@@ -112,6 +113,27 @@ class Nexus(Policy):
 
     def _score(self, obs: Observation) -> tuple[Tensor, Tensor]:
         """Weights, and c averaged over heads and scaled to 1; both [..., N]."""
+        score, walk = self._of_heads(obs)
+        if self.prior != "none":
+            score = self._with_prior(obs, score)
+        age = age_rank(obs.block_ids, obs.valid)
+        return pool(score, self.pool_heads, -2) + self.eps_tie * age, walk.mean(-2)
+
+    def _of_heads(self, obs: Observation) -> tuple[Tensor, Tensor]:
+        """a + lam c of each head, and c scaled to 1; both [..., H', N]."""
+        if obs.reader is not None:
+            queries, positions = obs.asked()
+            return obs.reader.walk(
+                queries,
+                positions,
+                obs.scale,
+                self.heads,
+                candidates=obs.candidates if self.walk_over == "candidates" else None,
+                order=self._row_order(len(positions)),
+                lam=self.lam,
+                pool_rows=self.pool_rows,
+                start=None if obs.state is None or not self.state_size else obs.state[..., 0],
+            )
         maps = block_attention(obs, self.heads)  # [..., H', W, N]
         direct = self._direct(maps)
         counted = direct
@@ -119,11 +141,7 @@ class Nexus(Policy):
             inside = obs.candidates[..., None, :]
             counted, maps = direct * inside, _normalise(maps * inside[..., None, :])
         walk = _normalise(self._walk(maps, self._start(obs)))
-        score = direct + self.lam * counted.sum(-1, keepdim=True) * walk
-        if self.prior != "none":
-            score = self._with_prior(obs, score)
-        age = age_rank(obs.block_ids, obs.valid)
-        return pool(score, self.pool_heads, -2) + self.eps_tie * age, walk.mean(-2)
+        return direct + self.lam * counted.sum(-1, keepdim=True) * walk, walk
 
     def _with_prior(self, obs: Observation, score: Tensor) -> Tensor:
         """score, [..., H', N], and what the keys of each head tell."""

@@ -29,6 +29,7 @@ class SnapKV(Policy):
 
     name: ClassVar[str] = "snapkv"
     needs_window: ClassVar[bool] = True
+    gathers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_pool(self.name, self.pool, self.pooling)

@@ -14,9 +14,10 @@ class TOVA(Policy):
 
     name: ClassVar[str] = "tova"
     needs_window: ClassVar[bool] = True
+    gathers: ClassVar[bool] = False
 
     def weights(self, obs: Observation) -> Tensor:
-        queries, positions, _ = obs.window()
+        queries, positions = obs.asked()
         newest = replace(
             obs, queries=queries[..., -1:, :, :], query_positions=positions[-1:], new_queries=None
         )

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nexus_vllm.policies.base import Observation, Policy, token_attention
+from nexus_vllm.policies.base import Observation, Policy, token_attention, value_ranges
 from nexus_vllm.policies.tokens import check_pool, of_blocks, pooled
 
 _RESERVED = (1e20, 1e34)
@@ -36,6 +36,7 @@ class VaSE(Policy):
 
     name: ClassVar[str] = "vase"
     needs_window: ClassVar[bool] = True
+    gathers: ClassVar[bool] = False
     needs_values: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -49,9 +50,7 @@ class VaSE(Policy):
     def reserve(self, obs: Observation, weights: Tensor) -> Tensor:
         if obs.keep is None:
             raise ValueError("vase: the observation does not say how many blocks will stay")
-        values = obs.all_values()
-        spread = values.amax(-1).float() - values.amin(-1).float()  # [..., N, Hkv, b]
-        spread = spread.amax(-1).mean(-1).masked_fill(~obs.candidates, -1)
+        spread = value_ranges(obs).amax(-1).mean(-1).masked_fill(~obs.candidates, -1)
         forced = ~obs.candidates if obs.valid is None else ~obs.candidates & obs.valid
         reserved = ((obs.keep - forced.sum(-1)).clamp(min=0) * self.share).round()
         newest_first = obs.block_ids.argsort(dim=-1, descending=True)

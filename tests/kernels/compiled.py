@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nexus_vllm.kernels import fill, pairs, score, select, shift, statistics, walk, window
+from nexus_vllm.kernels import fill, pairs, score, select, shift, statistics, units, walk, window
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = (80, 90, 100)
@@ -147,6 +147,15 @@ CASES = {
             **dict.fromkeys(("starts", "lengths", "slots"), INT32),
         },
         ("query_step", "size"),
+    ),
+    "units": Case(
+        units._tables,
+        {"COLUMNS": units.COLUMNS},
+        {
+            **{"address": INT64, "base": INT64},
+            **dict.fromkeys(("table", "lengths", "new", "tokens"), INT32),
+        },
+        ("table_step",),
     ),
     "score": attention(score._block_lse),
     "score, tokens": attention(score._token_attention),

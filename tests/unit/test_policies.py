@@ -313,6 +313,8 @@ def test_observation_names_the_shape_that_does_not_fit() -> None:
     with pytest.raises(ValueError, match="3 query heads are no multiple of 2"):
         observe(query_heads=3)
     with pytest.raises(ValueError, match="needs queries"):
+        Nexus().weights(dataclasses.replace(obs, queries=None, query_positions=None))
+    with pytest.raises(ValueError, match="needs keys"):
         Nexus().weights(dataclasses.replace(obs, keys=None))
     with pytest.raises(ValueError, match="'max', choose one of per-head, mean"):
         block_attention(obs, heads="max")  # type: ignore[arg-type]

@@ -64,13 +64,33 @@ class Batch:
         lengths, table = self.lengths.copy(), self.table.clone()
         known = self.tables.batch(self.rows, table, lengths, starts, BLOCK)
         fresh = UnevenBatch.of(self.space, list(self.rows), table, lengths, starts, BLOCK)
-        for name in ("tables", "lengths", "starts"):
+        for name in ("tables", "lengths", "lengths_cpu", "starts", "starts_cpu"):
             ours, expected = getattr(known, name), getattr(fresh, name)
             assert ours.dtype == torch.int32
             assert torch.equal(ours, expected), name
+        assert torch.equal(known.lengths, known.lengths_cpu)
+        self.check_by_hand(fresh, table, lengths)
         lengths += 1000
         table.zero_()
         return known
+
+    def check_by_hand(self, batch: UnevenBatch, table: torch.Tensor, lengths: np.ndarray) -> None:
+        """Unit by unit: what a head holds apart, then its own unit of each page of the tail."""
+        shape = (LAYERS, HEADS, len(self.rows), -1)
+        for place in np.ndindex(shape[:3]):
+            layer, head, row = place
+            sequence, length = self.rows[row], int(lengths[row])
+            holding = None if sequence is None else sequence.holding
+            first, line = 0 if sequence is None else sequence.released, []
+            if holding is not None:
+                count = int(holding.counts[layer, head])
+                first, line = sequence.dealt, holding.units[layer, head, :count].tolist()
+            tokens = len(line) * BLOCK + length - first * BLOCK
+            for page in table[row, first : -(-length // BLOCK)].tolist():
+                line.append(int(self.space.base[layer]) + page * HEADS + head)
+            found = batch.tables.view(shape)[place].tolist()
+            assert found == line + [0] * (len(found) - len(line))
+            assert batch.lengths.view(shape)[place] == tokens
 
     def change(self, what: str, row: int) -> None:
         row %= len(self.rows)
@@ -173,7 +193,8 @@ def test_earlier_lengths_are_not_overwritten() -> None:
 @pytest.mark.parametrize("fold", [False, True])
 def test_queries_are_ordered_by_head_and_results_come_back(fold: bool, flat_output: bool) -> None:
     tokens, group, size = 5, 2, 4
-    batch = UnevenBatch(torch.empty(0), HEADS, torch.empty(0), torch.empty(0), torch.empty(0))
+    none = torch.empty(0)
+    batch = UnevenBatch(none, HEADS, none, none, none, none, none)
     units = UnitAttention(batch, [], fold)
     width = HEADS * group * size
     packed = torch.randn(tokens + 2, 3 * width)  # queries, keys and values side by side, padded

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nexus_vllm.engine.units import Holding, UnitSpace
+from nexus_vllm.engine.units import Holding, UnitSpace, packed_state
 
 LAYERS, HEADS, PAGES, BLOCK, CONTENT = 3, 2, 12, 4, 6
 
@@ -94,10 +94,12 @@ def test_every_unit_has_one_owner_over_a_sequences_life(data: st.DataObject) -> 
         kept[scores.flatten().topk(len(room)).indices] = True
         kept = kept.view(scores.shape)
         inside = torch.isin(holding.units, room) & kept
-        holding, source, target = holding.packed(kept, room)
-        assert len(source) == int(kept.sum() - inside.sum()), "a block that could stay has moved"
+        holding, copies = holding.packed(all_units, kept, kept.sum(-1), room)
+        source, target = copies.source, copies.target
+        moved = int(kept.sum() - inside.sum())
+        assert len(source) == copies.count == moved, "a block that could stay has moved"
         assert not set(source.tolist()) & set(target.tolist())
-        all_units.copy(source, target)
+        all_units.copy(copies)
         free += [page for page in pages if page not in stay]
         pages = stay
         check(holding, pages)
@@ -107,4 +109,62 @@ def test_more_blocks_than_units_is_refused() -> None:
     all_units = space()
     holding = Holding.even(all_units, torch.tensor([1, 2]), torch.arange(2).expand(LAYERS, -1))
     with pytest.raises(ValueError, match="to keep in"):
-        holding.packed(holding.valid, all_units.own(torch.tensor([1])).flatten())
+        holding.packed(
+            all_units, holding.valid, holding.counts, all_units.own(torch.tensor([1])).flatten()
+        )
+
+
+@given(st.data())
+def test_packing_is_what_lists_would_give(data: st.DataObject) -> None:
+    """The i-th block that must leave goes to the i-th unit left over, and rows keep their order."""
+    all_units, seed = space(), data.draw(st.integers(0, 2**31))
+    random = torch.Generator().manual_seed(seed)
+    count = data.draw(st.integers(1, 6))
+    pages = torch.randperm(PAGES, generator=random)[:count]
+    holding = Holding.even(all_units, pages, torch.arange(count).expand(LAYERS, -1))
+    for _ in range(2):  # the second time rows are ragged, and units anywhere
+        kept = holding.valid & (torch.rand(holding.units.shape, generator=random) < 0.6)
+        kept[0, 0, 0] |= not bool(kept.any())
+        total = int(kept.sum())
+        room = all_units.own(torch.randperm(PAGES, generator=random)).flatten()
+        room = room[torch.randperm(len(room), generator=random)][:total]
+
+        inside = set(room.tolist())
+        chosen = [
+            [unit for unit, stays in zip(row, marks, strict=True) if stays]
+            for row, marks in zip(
+                holding.units.flatten(0, 1).tolist(), kept.flatten(0, 1).tolist(), strict=True
+            )
+        ]
+        staying = {unit for row in chosen for unit in row if unit in inside}
+        leaving = [unit for row in chosen for unit in row if unit not in inside]
+        left = [unit for unit in room.tolist() if unit not in staying]
+        moved = dict(zip(leaving, left, strict=True))
+        blocks = [
+            [block for block, stays in zip(row, marks, strict=True) if stays]
+            for row, marks in zip(
+                holding.blocks.flatten(0, 1).tolist(), kept.flatten(0, 1).tolist(), strict=True
+            )
+        ]
+        state = torch.rand(*kept.shape, 2, generator=random)
+        values = [
+            row[marks].tolist()
+            for row, marks in zip(state.flatten(0, 1), kept.flatten(0, 1), strict=True)
+        ]
+
+        packed, copies = holding.packed(all_units, kept, kept.sum(-1), room)
+        packed.check_integrity(room)
+        most = packed.units.shape[-1]
+        assert most == max(map(len, chosen))
+        assert copies.source.tolist() == leaving
+        assert copies.target.tolist() == left
+        expected = [[moved.get(unit, unit) for unit in row] for row in chosen]
+        for row, found in zip(expected, packed.units.flatten(0, 1).tolist(), strict=True):
+            assert found == row + [-1] * (most - len(row))
+        for row, found in zip(blocks, packed.blocks.flatten(0, 1).tolist(), strict=True):
+            assert found == row + [-1] * (most - len(row))
+        carried = packed_state(state, kept, most).flatten(0, 1)
+        for row, found in zip(values, carried, strict=True):
+            assert found[: len(row)].tolist() == row
+            assert found[len(row) :].isnan().all()
+        holding = packed

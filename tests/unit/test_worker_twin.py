@@ -309,7 +309,7 @@ class Twin(RuleBasedStateMachine):
         self.layers, self.runner = layers, Rows()
         self.worker = worker = EvictionWorker.__new__(EvictionWorker)
         worker.eviction, worker.runner = self.settings, self.runner  # type: ignore[assignment]
-        worker.reports = SimpleNamespace(gather=lambda report: report)  # type: ignore[assignment]
+        worker.reports = SimpleNamespace(alone=True, gather=lambda report: report)  # type: ignore[assignment]
         worker.sequences = Sequences(self.runner, SLOTS, self.ring_rows, BLOCK, CPU)  # type: ignore[arg-type]
         worker.evictor = Evictor(layers, self.settings)
         worker.evictor.policies[BROKEN] = Failing()  # type: ignore[assignment]
@@ -609,7 +609,7 @@ class Twin(RuleBasedStateMachine):
         )
         tables = self.builder.tables
         assert tables is not None
-        known = tables._known[2].tables if tables._known else None
+        known = tables._known.batch.tables if tables._known else None
         with mock.patch.object(attention, "worth_folding", return_value=fold):
             metadata = self.builder.build(0, common)
         assert common.block_table_tensor.equal(table), "vLLM's own table was written"
@@ -644,7 +644,7 @@ class Twin(RuleBasedStateMachine):
             self.seen["batch over units"] += 1
             self.seen["batch over units, folded"] += over_units.fold
             self.seen["batch over units, tables reused"] += (
-                tables._known is not None and tables._known[2].tables is known
+                tables._known is not None and tables._known.batch.tables is known
             )
         else:
             shifted = any(life.released for life, _ in batch)

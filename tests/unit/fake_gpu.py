@@ -1,0 +1,55 @@
+"""A GPU that is not there: tensors have its device, but no contents.
+
+An operation on tensors of two devices raises, and so does everything that needs a number on the
+host. So code that runs through mixes no devices and never waits for the device. Which numbers come
+out, this cannot tell.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "absent"
+# PyTorch's CPU build knows CUDA tensors, but cannot index them.
+_setup_privateuseone_for_python_backend(NAME)
+GPU = torch.device(f"{NAME}:0")
+
+
+class CopiedToHost(Exception):
+    """A tensor of the GPU was copied to the host, which would wait for it."""
+
+
+_COPY, _CONVERT = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
+
+
+class _Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (_COPY, _CONVERT):
+            source = args[1] if func is _COPY else args[0]
+            waits = not (args[2:] == (True,) or (kwargs or {}).get("non_blocking"))
+            if waits and source.device == GPU and result.device != GPU:
+                raise CopiedToHost(str(func))
+        return result
+
+
+@contextmanager
+def fake_gpu() -> Iterator[None]:
+    """Inside, tensors made on `GPU` have no contents. Raises where a rule above is broken."""
+    tensor = torch.tensor
+
+    def made(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        made = tensor(data, **kwargs)  # its own device argument would need a real one
+        return made if device is None else torch.empty(made.shape, dtype=made.dtype, device=device)
+
+    with FakeTensorMode(), _Watch():
+        torch.tensor = made  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.tensor = tensor
