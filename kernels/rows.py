@@ -79,5 +79,5 @@ class Rows:
                 told = told + self.cache[place + head * self.head_step].float()
             told = told / self.heads
         if self.scales is not None:
-            told = told.float() * self.scales[int(values)][:, None, None, None]
+            told = told * self.scales[int(values)][:, None, None, None]
         return told.masked_fill(~self.exists[..., None, None], 0)

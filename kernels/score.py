@@ -18,7 +18,10 @@ from nexus_vllm.kernels.rows import Rows
 Pool = Literal["mean", "max"]
 
 TOKENS = 128
-"""Keys that a program holds at once."""
+"""Keys that a program holds at once. Products of float32 take more registers: a fourth of them."""
+
+QUERIES = 1 << 15
+"""Bytes of queries that a program holds at once."""
 
 _INTERPRETED = triton.knobs.runtime.interpret
 """Triton's interpreter cannot multiply matrices of bfloat16."""
@@ -107,44 +110,40 @@ def _launch(
     size = rows.shape[1]
     if not count * group * window * size:
         return
-    heads = triton.next_power_of_2(group)
-    wide = max(triton.next_power_of_2(window), 16 // heads)
-    blocks = TOKENS // rows.block
-    grid = (triton.cdiv(size, blocks), count)
-    kernel[grid](  # type: ignore[index]
+    exact = queries.dtype == torch.float32 or rows.heads > 1
+    shape = _shape(rows.block, group, window, dim, 4 if exact else 2)
+    kernel[(count, triton.cdiv(size, shape["BLOCKS"]))](  # type: ignore[index]
         rows.cache, rows.units, rows.blocks, rows.counts, rows.keys, rows.token_step, rows.dim_step,
         rows.head_step, positions if rows.scales is None else rows.scales, queries.contiguous(),
         positions, scale, totals, into, group, window, size,
-        HEADS=rows.heads, DIM=dim, DIMS=triton.next_power_of_2(dim), GROUP=heads, WINDOW=wide,
-        BLOCK=rows.block, BLOCKS=blocks, POOLS=pools,
-        EXACT=queries.dtype == torch.float32 or _INTERPRETED,
-        ALIGNED=rows.alignment, SCALED=rows.scales is not None,
-        num_warps=_warps(heads * wide),
+        HEADS=rows.heads, DIM=dim, POOLS=pools, EXACT=exact or _INTERPRETED,
+        ALIGNED=rows.alignment, SCALED=rows.scales is not None, **shape,
     )  # fmt: skip
 
 
-def _warps(queries: int) -> int:
-    """As many that their registers hold the logits."""
-    return 4 if queries <= 64 else 8
+def _shape(block: int, group: int, window: int, dim: int, number: int) -> dict[str, int]:
+    """What a program holds at once: queries [GROUP * WINDOW, DIMS], PIECES times, and keys
+    [BLOCKS * BLOCK, DIMS], of numbers of so many bytes."""
+    heads, dims = triton.next_power_of_2(group), triton.next_power_of_2(dim)
+    tokens = max(block, TOKENS if number < 4 else TOKENS // 4)
+    most = max(1, QUERIES // (dims * number) // heads)
+    wide = max(min(most, triton.next_power_of_2(window)), 16 // heads)
+    return {
+        "DIMS": dims, "GROUP": heads, "WINDOW": wide, "PIECES": triton.cdiv(window, wide),
+        "BLOCK": block, "BLOCKS": tokens // block, "num_warps": 4 if heads * wide <= 64 else 8,
+    }  # fmt: skip
 
 
 @triton.jit
-def _seen_logits(
-    cache, units, blocks, counts, first, token_step, dim_step, head_step, scales, queries,
-    positions, scale, group, window, size, row, part,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXACT: tl.constexpr,
-    ALIGNED: tl.constexpr, SCALED: tl.constexpr,
+def _keys(
+    cache, units, counts, first, token_step, dim_step, head_step, size, row, part,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Logits [GROUP * WINDOW, BLOCKS * BLOCK] to the base 2, which is what the hardware has."""
-    count = tl.load(counts + row).to(tl.int32)
-    query, dim = tl.arange(0, GROUP * WINDOW), tl.arange(0, DIMS)
-    head, back = query // WINDOW, query % WINDOW
-    asked = (head < group) & (back < window)
-
-    token = tl.arange(0, BLOCKS * BLOCK)
+    """Keys [BLOCKS * BLOCK, DIMS] of a part of a row."""
+    token, dim = tl.arange(0, BLOCKS * BLOCK), tl.arange(0, DIMS)
     block = part * BLOCKS + token // BLOCK
-    exists = block < count
+    exists = block < tl.load(counts + row).to(tl.int32)
     unit = tl.multiple_of(tl.load(units + row * size + block, mask=exists, other=0), ALIGNED)
     at = (
         unit
@@ -152,25 +151,48 @@ def _seen_logits(
         + (token % BLOCK) * tl.multiple_of(token_step, ALIGNED)
     )
     held = exists[:, None] & (dim < DIM)[None, :]
-    keys = tl.load(cache + at[:, None] + dim[None, :] * dim_step, mask=held, other=0.0)
+    place = cache + at[:, None] + dim[None, :] * dim_step
+    keys = tl.load(place, mask=held, other=0.0)
     if HEADS > 1:
         total = keys.to(tl.float32)
         for other in range(1, HEADS):
-            more = cache + other * tl.multiple_of(head_step, ALIGNED)
-            total += tl.load(more + at[:, None] + dim[None, :] * dim_step, mask=held, other=0.0).to(
-                tl.float32
-            )
+            more = place + other * tl.multiple_of(head_step, ALIGNED)
+            total += tl.load(more, mask=held, other=0.0).to(tl.float32)
         keys = total / HEADS
+    return keys
 
+
+@triton.jit
+def _query(piece, group, window, GROUP: tl.constexpr, WINDOW: tl.constexpr):
+    """Head and place in the window of each of a piece's queries, and which of them there are."""
+    query = tl.arange(0, GROUP * WINDOW)
+    head, back = query // WINDOW, piece * WINDOW + query % WINDOW
+    return head, back, (head < group) & (back < window)
+
+
+@triton.jit
+def _seen_logits(
+    keys, blocks, counts, queries, positions, scale, scales, group, window, size, row, part, piece,
+    DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """[GROUP * WINDOW, BLOCKS * BLOCK] to the base 2, which is what the hardware has."""
+    head, back, asked = _query(piece, group, window, GROUP, WINDOW)
+    dim = tl.arange(0, DIMS)
     told = queries + ((row * group + head) * window + back)[:, None] * DIM + dim[None, :]
     q = tl.load(told, mask=asked[:, None] & (dim < DIM)[None, :], other=0.0)
-    if EXACT or HEADS > 1:
-        logits = tl.dot(q.to(tl.float32), tl.trans(keys.to(tl.float32)), input_precision="ieee")
+    if EXACT:
+        # Three products of the tensor cores' 19-bit numbers: what float32 has but for a bit or two.
+        q, keys = q.to(tl.float32), keys.to(tl.float32)
+        logits = tl.dot(q, tl.trans(keys), input_precision="tf32x3")
     else:
         logits = tl.dot(q, tl.trans(keys.to(q.dtype)))
     if SCALED:
         scale *= tl.load(scales + row)
     logits = logits * (scale * 1.4426950408889634)
+    token = tl.arange(0, BLOCKS * BLOCK)
+    block = part * BLOCKS + token // BLOCK
+    exists = block < tl.load(counts + row).to(tl.int32)
     place = tl.load(blocks + row * size + block, mask=exists, other=0) * BLOCK + token % BLOCK
     last = tl.load(positions + row * window + back, mask=asked, other=-1)
     seen = exists[None, :] & (place[None, :] <= last[:, None])
@@ -182,27 +204,28 @@ def _block_lse(
     cache, units, blocks, counts, first, token_step, dim_step, head_step, scales, queries,
     positions, scale, totals, lse, group, window, size,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, POOLS: tl.constexpr,
-    EXACT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
+    WINDOW: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    POOLS: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    logits = _seen_logits(
-        cache, units, blocks, counts, first, token_step, dim_step, head_step, scales, queries,
-        positions, scale, group, window, size, row, part, HEADS, DIM, DIMS, GROUP, WINDOW, BLOCK,
-        BLOCKS, EXACT, ALIGNED, SCALED,
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    keys = _keys(
+        cache, units, counts, first, token_step, dim_step, head_step, size, row, part,
+        HEADS, DIM, DIMS, BLOCK, BLOCKS, ALIGNED,
     )  # fmt: skip
-    logits = tl.reshape(logits, (GROUP * WINDOW, BLOCKS, BLOCK))
-    highest = tl.max(logits, 2)
-    safe = tl.where(highest == -float("inf"), 0.0, highest)
-    mass = tl.sum(tl.exp2(logits - safe[:, :, None]), 2)
-    found = tl.where(mass > 0, (safe + tl.log2(mass)) * 0.6931471805599453, -float("inf"))
-
-    query = tl.arange(0, GROUP * WINDOW)
-    head, back = query // WINDOW, query % WINDOW
-    asked = (head < group) & (back < window)
     column = part * BLOCKS + tl.arange(0, BLOCKS)
-    into = lse + ((row * group + head) * window + back)[:, None] * size + column[None, :]
-    tl.store(into, found, mask=asked[:, None] & (column < size)[None, :])
+    for piece in tl.range(0, PIECES, num_stages=1):
+        logits = _seen_logits(
+            keys, blocks, counts, queries, positions, scale, scales, group, window, size, row,
+            part, piece, DIM, DIMS, GROUP, WINDOW, BLOCK, BLOCKS, EXACT, SCALED,
+        )  # fmt: skip
+        logits = tl.reshape(logits, (GROUP * WINDOW, BLOCKS, BLOCK))
+        highest = tl.max(logits, 2)
+        safe = tl.where(highest == -float("inf"), 0.0, highest)
+        mass = tl.sum(tl.exp2(logits - safe[:, :, None]), 2)
+        found = tl.where(mass > 0, (safe + tl.log2(mass)) * 0.6931471805599453, -float("inf"))
+        head, back, asked = _query(piece, group, window, GROUP, WINDOW)
+        into = lse + ((row * group + head) * window + back)[:, None] * size + column[None, :]
+        tl.store(into, found, mask=asked[:, None] & (column < size)[None, :])
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -210,24 +233,31 @@ def _token_attention(
     cache, units, blocks, counts, first, token_step, dim_step, head_step, scales, queries,
     positions, scale, totals, found, group, window, size,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, POOLS: tl.constexpr,
-    EXACT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
+    WINDOW: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    POOLS: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    logits = _seen_logits(
-        cache, units, blocks, counts, first, token_step, dim_step, head_step, scales, queries,
-        positions, scale, group, window, size, row, part, HEADS, DIM, DIMS, GROUP, WINDOW, BLOCK,
-        BLOCKS, EXACT, ALIGNED, SCALED,
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    keys = _keys(
+        cache, units, counts, first, token_step, dim_step, head_step, size, row, part,
+        HEADS, DIM, DIMS, BLOCK, BLOCKS, ALIGNED,
     )  # fmt: skip
-    query = tl.arange(0, GROUP * WINDOW)
-    head, back = query // WINDOW, query % WINDOW
-    asked = (head < group) & (back < window)
-    total = tl.load(totals + (row * group + head) * window + back, mask=asked, other=-float("inf"))
-    none = total == -float("inf")
-    shares = tl.exp2(logits - tl.where(none, 0.0, total * 1.4426950408889634)[:, None])
-    shares = tl.where((none | ~asked)[:, None], 0.0, shares)
-    shares = tl.reshape(shares, (GROUP, WINDOW, BLOCKS * BLOCK))
-    shares = tl.max(shares, 1) if POOLS >= 2 else tl.sum(shares, 1) / window
-    pooled = tl.max(shares, 0) if POOLS % 2 == 1 else tl.sum(shares, 0) / group
-    place = part * BLOCKS * BLOCK + tl.arange(0, BLOCKS * BLOCK)
-    tl.store(found + row * size * BLOCK + place, pooled, mask=place < size * BLOCK)
+    of_heads = tl.zeros((GROUP, BLOCKS * BLOCK), tl.float32)
+    for piece in tl.range(0, PIECES, num_stages=1):
+        logits = _seen_logits(
+            keys, blocks, counts, queries, positions, scale, scales, group, window, size, row,
+            part, piece, DIM, DIMS, GROUP, WINDOW, BLOCK, BLOCKS, EXACT, SCALED,
+        )  # fmt: skip
+        head, back, asked = _query(piece, group, window, GROUP, WINDOW)
+        total = totals + (row * group + head) * window + back
+        total = tl.load(total, mask=asked, other=-float("inf"))
+        none = total == -float("inf")
+        shares = tl.exp2(logits - tl.where(none, 0.0, total * 1.4426950408889634)[:, None])
+        shares = tl.where(none[:, None], 0.0, shares)
+        shares = tl.reshape(shares, (GROUP, WINDOW, BLOCKS * BLOCK))
+        if POOLS >= 2:
+            of_heads = tl.maximum(of_heads, tl.max(shares, 1))
+        else:
+            of_heads += tl.sum(shares, 1) / window
+    pooled = tl.max(of_heads, 0) if POOLS % 2 == 1 else tl.sum(of_heads, 0) / group
+    token = part * BLOCKS * BLOCK + tl.arange(0, BLOCKS * BLOCK)
+    tl.store(found + row * size * BLOCK + token, pooled, mask=token < size * BLOCK)

@@ -6,6 +6,7 @@ K-th highest priority is found bit by bit, and the newer of equal blocks in the 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nexus_vllm import selectors
+
+PART = 512
+"""Blocks whose priorities a program computes at once."""
 
 KINDS = ("topk", "gumbel", "reservoir")
 """What the kernel draws. Others sum weights over a row, which `reference` does on any device."""
@@ -66,14 +70,19 @@ def select(
         return kept
     if kind == "gumbel" and temperature == 0:
         kind = "topk"
+    keys = torch.empty_like(weights, dtype=torch.int64)
     address = torch.tensor([[_int64(s) for s in seeds], list(events)], device=weights.device)
     _select[(rows,)](
-        weights, keep, forced, address, layers, block_ids, kept, rows, size,
-        n if kind == "reservoir" else 1, temperature,
-        KIND=KINDS.index(kind), SIZE=max(16, triton.next_power_of_2(size)),
-        num_warps=4 if size <= 2048 else 8,
+        weights, keep, forced, address, layers, block_ids, keys, kept, rows, size, n, temperature,
+        KIND=KINDS.index(kind), PART=PART, **_shape(size),
     )  # fmt: skip
     return kept
+
+
+def _shape(size: int) -> dict[str, Any]:
+    """Of a row of so many blocks. Nothing is fused, so that numbers are rounded as torch does."""
+    width = max(16, triton.next_power_of_2(size))
+    return {"SIZE": width, "num_warps": min(16, max(4, width // 512)), "enable_fp_fusion": False}
 
 
 def _int64(seed: int) -> int:
@@ -131,56 +140,75 @@ def _above(keys, exists, wanted, BITS: tl.constexpr):
 
 
 @triton.jit
+def _key(ranking):
+    """Unsigned integers in the order of the float64 numbers `ranking`."""
+    bits = (ranking + 0.0).to(tl.int64, bitcast=True)  # no -0
+    bits = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+    return bits.to(tl.uint64) ^ (tl.full((), 1, tl.uint64) << 63)
+
+
+@triton.jit
+def _priority(w, state, n, temperature, KIND: tl.constexpr, PART: tl.constexpr):
+    """Of blocks of these weights and states of the generator, float64."""
+    draw = tl.zeros((), tl.int64)
+    if KIND == 0:
+        return w
+    elif KIND == 1:
+        return tl.log(w) - temperature * tl.log(-tl.log(_uniform(state, draw)))
+    else:
+        lowest = tl.log(_uniform(state, draw)) / w
+        highest, near = lowest, tl.zeros((PART,), tl.float64)
+        for index in range(n):
+            key = tl.log(_uniform(state, tl.cast(index, tl.int64))) / w
+            lowest, highest = tl.minimum(lowest, key), tl.maximum(highest, key)
+            near += _expm1(tl.maximum(key, -1.0))
+        total = tl.zeros((PART,), tl.float64)
+        top = tl.where(highest == -float("inf"), 0.0, highest)
+        for index in range(n):
+            total += tl.exp(tl.log(_uniform(state, tl.cast(index, tl.int64))) / w - top)
+        far = tl.where(total > 0, top + tl.log(total / n), -float("inf"))
+        return tl.where(lowest < -1, far, _log1p(near / n))
+
+
+@triton.jit(do_not_specialize=["rows", "size", "n"])
 def _select(
-    weights, keep, forced, address, layers, block_ids, kept, rows, size, n, temperature,
-    KIND: tl.constexpr, SIZE: tl.constexpr,
+    weights, keep, forced, address, layers, block_ids, keys, kept, rows, size, n, temperature,
+    KIND: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, SIZE)
-    exists = column < size
-    must = tl.load(forced + row * size + column, mask=exists, other=0) != 0
-    w = tl.load(weights + row * size + column, mask=exists, other=0.0).to(tl.float64)
-    w = tl.where(must, 0.0, w)  # they are out of the draw
-    block = tl.load(block_ids + row * size + column, mask=exists, other=0)
-
-    if KIND == 0:
-        ranking = w
-    else:
+    if KIND != 0:
         state = _advance(tl.load(address + row).to(tl.uint64), tl.zeros((), tl.int64))
         state = _advance(state, tl.load(layers + row))
         state = _advance(state, tl.load(address + rows + row))
-        state = _advance(state, block)
-        draw = tl.zeros((), tl.int64)
-        if KIND == 1:
-            noise = tl.log(-tl.log(_uniform(state, draw)))
-            ranking = tl.log(w) - temperature * noise
+    # A part at a time, or what they take would not fit the registers.
+    for first in range(0, size, PART):
+        column = first + tl.arange(0, PART)
+        exists = column < size
+        place = row * size + column
+        must = tl.load(forced + place, mask=exists, other=0) != 0
+        w = tl.load(weights + place, mask=exists, other=0.0).to(tl.float64)
+        w = tl.where(must, 0.0, w)  # they are out of the draw
+        if KIND == 0:
+            ranking = w
         else:
-            lowest = tl.log(_uniform(state, draw)) / w
-            highest, near = lowest, tl.zeros((SIZE,), tl.float64)
-            for index in range(n):
-                key = tl.log(_uniform(state, tl.cast(index, tl.int64))) / w
-                lowest, highest = tl.minimum(lowest, key), tl.maximum(highest, key)
-                near += _expm1(tl.maximum(key, -1.0))
-            total = tl.zeros((SIZE,), tl.float64)
-            top = tl.where(highest == -float("inf"), 0.0, highest)
-            for index in range(n):
-                total += tl.exp(tl.log(_uniform(state, tl.cast(index, tl.int64))) / w - top)
-            far = tl.where(total > 0, top + tl.log(total / n), -float("inf"))
-            ranking = tl.where(lowest < -1, far, _log1p(near / n))
+            its = _advance(state, tl.load(block_ids + place, mask=exists, other=0))
+            ranking = _priority(w, its, n, temperature, KIND, PART)
+        # Only a forced block may hold +inf, so that no weight can push one out, and only NaN -inf.
+        finite = tl.minimum(tl.maximum(ranking, -1.7976931348623157e308), 1.7976931348623157e308)
+        ranking = tl.where((w != w) | (ranking != ranking), -float("inf"), finite)
+        key = _key(tl.where(must, float("inf"), ranking))
+        tl.store(keys + place, key.to(tl.int64, bitcast=True), mask=exists)
 
-    # Only a forced block may hold +inf, so that no weight can push one out, and only NaN -inf.
-    finite = tl.minimum(tl.maximum(ranking, -1.7976931348623157e308), 1.7976931348623157e308)
-    ranking = tl.where((w != w) | (ranking != ranking), -float("inf"), finite) + 0.0  # no -0
-    ranking = tl.where(must, float("inf"), ranking)
-    bits = ranking.to(tl.int64, bitcast=True)
-    keys = (bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.uint64) ^ (
-        tl.full((), 1, tl.uint64) << 63
-    )
+    tl.debug_barrier()
+    column = tl.arange(0, SIZE)
+    exists = column < size
+    place = row * size + column
     wanted = tl.load(keep + row).to(tl.int32)
-    level = _above(keys, exists, wanted, 64)
-    above = exists & (keys > level)
-    tied = exists & (keys == level)
-    newest = _above(block.to(tl.uint64), tied, wanted - tl.sum(above.to(tl.int32), 0), 40)
-    stays = above | (tied & (block.to(tl.uint64) >= newest))
-    stays = stays & (wanted > 0)
-    tl.store(kept + row * size + column, stays, mask=exists)
+    key = tl.load(keys + place, mask=exists, other=0).to(tl.uint64, bitcast=True)
+    level = _above(key, exists, wanted, 64)
+    above = exists & (key > level)
+    tied = exists & (key == level)
+    block = tl.load(block_ids + place, mask=exists, other=0).to(tl.uint64)
+    newest = _above(block, tied, wanted - tl.sum(above.to(tl.int32), 0), 40)
+    stays = (above | (tied & (block >= newest))) & (wanted > 0)
+    tl.store(kept + place, stays, mask=exists)

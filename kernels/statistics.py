@@ -59,7 +59,7 @@ def _launch(rows: Rows, kernel: object, found: Tensor, anchor: Tensor, kind: int
     blocks = TOKENS // rows.block
     count, size = rows.shape
     if count and size:
-        grid = (triton.cdiv(size, blocks), count)
+        grid = (count, triton.cdiv(size, blocks))
         values = kind == KINDS.index("range")
         first = rows.values if values else rows.keys
         scales = None if rows.scales is None else rows.scales[int(values)]
@@ -99,7 +99,7 @@ def _tokens(
     KIND: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     told = _held(
         cache, units, counts, first, token_step, dim_step, scales, row, part, size, DIM, DIMS,
         BLOCK, BLOCKS, ALIGNED, SCALED,
@@ -124,12 +124,12 @@ def _sums(
     KIND: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     told = _held(
         cache, units, counts, first, token_step, dim_step, scales, row, part, size, DIM, DIMS,
         BLOCK, BLOCKS, ALIGNED, SCALED,
     )  # fmt: skip
     norm = tl.maximum(tl.sqrt(tl.sum(told * told, 1)), 1e-12)
     dim = tl.arange(0, DIMS)
-    into = sums + (row * tl.num_programs(0) + part) * DIM + dim
+    into = sums + (row * tl.num_programs(1) + part) * DIM + dim
     tl.store(into, tl.sum(told / norm[:, None], 0), mask=dim < DIM)

@@ -7,6 +7,7 @@ plans ahead is right; its implementation records the window queries and calls th
 
 import copy
 import functools
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,20 @@ _READINGS = "kv_eviction_readings"
 
 BACKENDS = ("CPU_ATTN",)
 """Backends (names of AttentionBackendEnum) that have been tested with eviction."""
+
+UNCONFIRMED = ("FLASH_ATTN", "TRITON_ATTN")
+"""Backends that should work, and that scripts/gpu_check.sh has yet to confirm: docs/gpu.md."""
+
+ENVIRONMENT = "NEXUS_VLLM_UNCONFIRMED"
+"""1, to evict with backends of UNCONFIRMED, too."""
+
+
+def admitted() -> tuple[str, ...]:
+    """Backends that this process may evict with. Raises ValueError on an unknown choice."""
+    choice = os.environ.get(ENVIRONMENT, "")
+    if choice not in ("", "0", "1"):
+        raise ValueError(f"{ENVIRONMENT} is {choice!r}, must be 0 or 1")
+    return (*BACKENDS, *UNCONFIRMED) if choice == "1" else BACKENDS
 
 
 class EvictionBuilderMixin:
@@ -210,7 +225,7 @@ def evicting(base: type[AttentionBackend]) -> type[AttentionBackend]:
 
 def __getattr__(name: str) -> Any:
     """`nexus_vllm.engine.attention.CPU_ATTN`: vLLM's registry loads classes by dotted path."""
-    if name in BACKENDS:
+    if name in (*BACKENDS, *UNCONFIRMED):
         stock: Any = _stock(name)
         return evicting(stock)
     raise AttributeError(name)
@@ -223,8 +238,15 @@ def _stock(name: str) -> type[AttentionBackend]:
     return backend
 
 
+def remedy(backend: type[AttentionBackend] | None) -> str:
+    """What to do about a backend that is not overridden; None: a layer that has none."""
+    if backend is not None and backend.get_name() in UNCONFIRMED:
+        return f"run scripts/gpu_check.sh and, where it passes, set {ENVIRONMENT}=1 (docs/gpu.md)"
+    return "choose one with --attention-backend"
+
+
 def install() -> None:
-    """Override the tested backends in this process's registry. Safe to call again."""
-    for name in BACKENDS:
+    """Override the admitted backends in this process's registry. Safe to call again."""
+    for name in admitted():
         _stock(name)
         register_backend(AttentionBackendEnum[name], f"{__name__}.{name}")

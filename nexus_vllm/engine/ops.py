@@ -93,9 +93,9 @@ def pair(kept: Tensor, slots: Tensor, places: int, most: int) -> Pairs:
 
 def number(count: Tensor) -> SupportsInt:
     """A number that the host wants to know, once the step's tokens have come, and not before."""
-    if count.device.type != "cuda":
+    if count.device.type == "cpu":
         return int(count)
-    copied = torch.empty((), dtype=count.dtype, pin_memory=True)
+    copied = torch.empty((), dtype=count.dtype, pin_memory=count.device.type == "cuda")
     copied.copy_(count, non_blocking=True)
     return copied
 

@@ -24,7 +24,7 @@ def overrides() -> list[tuple[type, type]]:
         (worker.EvictionWorker, worker.EvictionWorker.__base__),
         (stats.EvictionStatLogger, AggregateStatLoggerBase),
     ]
-    for name in attention.BACKENDS:
+    for name in attention.admitted():
         stock: Any = attention._stock(name)
         pairs += [
             (attention.EvictionBuilderMixin, stock.get_builder_cls()),
@@ -291,6 +291,7 @@ def uses() -> dict[type, tuple[str, ...]]:
         ),
         Handle: ("wait()",),
         Attention: (
+            "attn_backend",
             "head_size",
             "impl",
             "kv_cache",
@@ -300,7 +301,7 @@ def uses() -> dict[type, tuple[str, ...]]:
             "num_kv_heads",
         ),
         AttentionGroup: ("metadata_builders",),
-        AttentionBackend: ("get_builder_cls()", "get_impl_cls()"),
+        AttentionBackend: ("get_builder_cls()", "get_impl_cls()", "get_name()"),
         AttentionBackendEnum: ("get_class()",),
         AttentionCGSupport: ("NEVER",),
         CommonAttentionMetadata: (
@@ -350,7 +351,7 @@ def uses() -> dict[type, tuple[str, ...]]:
         table[completion.CompletionRequest] = ("vllm_xargs",)
     if chat := sys.modules.get(server + "chat_completion.protocol"):
         table[chat.ChatCompletionRequest] = ("vllm_xargs",)
-    for name in attention.BACKENDS:
+    for name in attention.admitted():
         stock = attention._stock(name)
         table[stock.get_builder_cls()] = ("num_heads", "num_kv_heads")
         table[stock.get_impl_cls()] = (

@@ -47,8 +47,10 @@ class ReplayScores:
         self.pieces[piece.request_id] = piece
         if piece.replay not in self.scores:
             blocks = -(-piece.prompt_tokens // self.block_size)
-            heads = self.layers[0].cache.shape[1]
-            self.scores[piece.replay] = torch.zeros(len(self.layers), heads, blocks)
+            cache = self.layers[0].cache
+            self.scores[piece.replay] = torch.zeros(
+                len(self.layers), cache.shape[1], blocks, device=cache.device
+            )
 
     def stop(self, request_id: str) -> None:
         """A request holds no pages any more; most are no pieces."""
@@ -78,7 +80,7 @@ class ReplayScores:
                     Reading(
                         piece,
                         slice(starts[row] + first - begin, starts[row] + end - begin),
-                        torch.arange(first, end),
+                        torch.arange(first, end, device=batch.block_table_tensor.device),
                         batch.block_table_tensor[row, : -(-end // self.block_size)].long(),
                     )
                 )
@@ -93,7 +95,7 @@ class ReplayScores:
         query = query.view(-1, *layer.window.ring.shape[1:])
         for reading in readings:
             keys = layer.keys.read(layer.cache, reading.pages)  # [N, Hkv, b, D]
-            blocks = torch.arange(len(keys))[None]
+            blocks = torch.arange(len(keys), device=keys.device)[None]
             seen = Observation(
                 queries=query[None, reading.rows],
                 query_positions=reading.positions,
@@ -103,7 +105,7 @@ class ReplayScores:
                 candidates=torch.ones_like(blocks, dtype=torch.bool),
                 seed=0,
                 event=0,
-                layers=torch.tensor([layer.index]),
+                layers=torch.tensor([layer.index], device=keys.device),
             )
             highest = highest_attention(seen)[0].flatten(1)  # [Hkv, N b]
             scores = self.scores[reading.piece.replay][row]

@@ -91,6 +91,7 @@ class EvictionWorker(PlatformWorker):
         for name, layer in layers.items():
             _check_layer(name, layer, self.model_config)
         _check_alike(layers)
+        _warn_if_unconfirmed(layers)
         for name, layer in layers.items():
             window = LayerWindow(
                 slots,
@@ -301,10 +302,11 @@ def _check_layer(name: str, layer: "Attention", model_config: "ModelConfig") -> 
     impl = getattr(layer, "impl", None)  # state-space layers have none
     if not isinstance(impl, attention.EvictionImplMixin):
         tested = ", ".join(attention.BACKENDS)
+        backend = getattr(layer, "attn_backend", None)
         raise compat.UnsupportedError(
             f"layer {name} uses {type(impl or layer).__name__}",
             f"eviction has been tested with the attention backends {tested}",
-            "choose one with --attention-backend, or serve without --kv-eviction",
+            f"{attention.remedy(backend)}, or serve without --kv-eviction",
         )
     if layer.kv_sharing_target_layer_name is not None:
         raise compat.UnsupportedError(
@@ -329,6 +331,19 @@ def _check_layer(name: str, layer: "Attention", model_config: "ModelConfig") -> 
             f"layer {name} has attention sinks of its own",
             "they are not part of the scores, and attention over units would mix up their heads",
             "serve this model without --kv-eviction",
+        )
+
+
+def _warn_if_unconfirmed(layers: "dict[str, Attention]") -> None:
+    """Say loudly that this engine relies on what no GPU has confirmed."""
+    used = {layer.attn_backend.get_name() for layer in layers.values()}
+    for name in used.intersection(attention.UNCONFIRMED):
+        logger.warning(
+            "%s is set: KV eviction runs with the attention backend %s, which has NOT been "
+            "confirmed on a GPU. Replies may be wrong. What is known, and what is not: "
+            "docs/gpu.md; what confirms it on this machine: scripts/gpu_check.sh.",
+            attention.ENVIRONMENT,
+            name,
         )
 
 

@@ -295,11 +295,11 @@ def _backends() -> str:
     from nexus_vllm.engine import attention
 
     # Installed by importing our worker, as in the worker's process.
-    for name in attention.BACKENDS:
+    for name in attention.admitted():
         backend = AttentionBackendEnum[name].get_class()
         if not _evicts(backend):
             raise LookupError(f"{name} is vLLM's own {_name(backend)}")
-    return ", ".join(attention.BACKENDS)
+    return ", ".join(attention.admitted())
 
 
 def _evicts(backend: "type[AttentionBackend]") -> bool:
@@ -435,7 +435,7 @@ def _attention(section: str, config: "VllmConfig") -> Iterator[Finding]:
         backend.get_name() if evicts else f"{backend.get_name()} is not overridden",
         evicts,
         "" if evicts else f"one that has been tested: {', '.join(attention.BACKENDS)}",
-        "" if evicts else f"choose one with --attention-backend, or {WITHOUT}",
+        "" if evicts else f"{attention.remedy(backend)}, or {WITHOUT}",
     )
     layouts = backend.supported_kv_cache_layouts()
     yield Finding(

@@ -28,6 +28,11 @@ def traces(host: Host, name: str) -> list[list[Eviction]]:
     ]
 
 
+def uses_kernels(worker: Any) -> bool:
+    """Whether a rank's evictions run kernels."""
+    return worker.evictor.memory is not None and worker.uneven.memory is not None
+
+
 def abort_amid_eviction(host: Host, names: Sequence[str]) -> None:
     """Abort each request while its next eviction is under way: after schedule, before update."""
     from nexus_vllm.engine.compat import plan_of

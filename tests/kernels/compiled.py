@@ -51,20 +51,28 @@ class Case:
         return triton.compile(source, target=target, options={"num_warps": self.warps, **self.more})
 
 
-def attention(kernel: Any, cache: str = "*bf16") -> Case:
+def attention(
+    kernel: Any,
+    cache: str = "*bf16",
+    queries: str = "*bf16",
+    group: int = 4,
+    window: int = 16,
+    dim: int = 128,
+) -> Case:
     """Llama-3.1-8B: 4 query heads of 128 to a KV head, a window of 16."""
+    exact = queries == "*fp32"
+    shape = score._shape(32, group, window, dim, 4 if exact else 2)
+    warps = shape.pop("num_warps")
     constants = {
-        **{"HEADS": 1, "DIM": 128, "DIMS": 128, "GROUP": 4, "WINDOW": 16, "BLOCK": 32},
-        **{"BLOCKS": score.TOKENS // 32, "POOLS": 0, "EXACT": False, "ALIGNED": 8, "dim_step": 1},
-        "SCALED": cache == "*fp8e4nv",
+        **{"HEADS": 1, "DIM": dim, "POOLS": 0, "EXACT": exact, "ALIGNED": 4 if exact else 8},
+        **{"dim_step": 1, "SCALED": cache == "*fp8e4nv", **shape},
     }
     types = {
         **{"cache": cache, "units": INT64, "blocks": INT64, "counts": INT64, "scale": "fp32"},
-        "scales": "*fp32",
-        **{"queries": "*bf16", "positions": INT64, "totals": "*fp32"},
+        **{"queries": queries, "positions": INT64, "totals": "*fp32", "scales": "*fp32"},
         **{"lse": "*fp32", "found": "*fp32"},
     }
-    return Case(kernel, constants, types, ("first", "token_step", "head_step"))
+    return Case(kernel, constants, types, ("first", "token_step", "head_step"), warps)
 
 
 def numbers(kernel: Any, kind: int) -> Case:
@@ -79,12 +87,21 @@ def numbers(kernel: Any, kind: int) -> Case:
     return Case(kernel, constants, types, ("first", "token_step"))
 
 
-def selection(kind: int) -> Case:
+def selection(kind: int, size: int = 4096) -> Case:
+    """Rows of 131,072 tokens."""
     types = {
         **{"weights": "*fp32", "keep": INT64, "forced": "*i1", "address": INT64},
-        **{"layers": INT64, "block_ids": INT64, "kept": "*i1", "temperature": "fp32"},
+        **{
+            "layers": INT64,
+            "block_ids": INT64,
+            "keys": INT64,
+            "kept": "*i1",
+            "temperature": "fp32",
+        },
     }
-    return Case(select._select, {"KIND": kind, "SIZE": 4096}, types, (), warps=8)
+    shape = select._shape(size)
+    constants = {"KIND": kind, "SIZE": shape.pop("SIZE"), "PART": select.PART}
+    return Case(select._select, constants, types, (), shape.pop("num_warps"), shape)
 
 
 def walking() -> Case:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ SOME = settings(
     max_examples=25,
     deadline=None,
     derandomize=True,
+    phases=(Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
@@ -124,7 +125,7 @@ def test_statistics(rows: Rows) -> None:
 @given(
     kind=st.sampled_from((("topk", 1, 0.0), ("gumbel", 1, 0.1), ("gumbel", 1, 1.0),
                           ("gumbel", 1, 0.0), ("reservoir", 1, 0.0), ("reservoir", 5, 0.0))),
-    shape=st.tuples(st.integers(1, 5), st.integers(0, 70)),
+    shape=st.tuples(st.integers(1, 5), st.integers(0, 70) | st.sampled_from((513, 1100))),
     steep=st.sampled_from((0, 1, 8, 40)),
     seed=st.integers(0, 2**31),
 )  # fmt: skip

@@ -24,13 +24,17 @@ class CopiedToHost(Exception):
     """A tensor of the GPU was copied to the host, which would wait for it."""
 
 
+_COPY, _CONVERT = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
+
+
 class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
-        source = args[1] if func is torch.ops.aten.copy_.default else args[0] if args else None
-        if copies and source.device == GPU and result.device != GPU:
-            raise CopiedToHost(str(func))
+        if func in (_COPY, _CONVERT):
+            source = args[1] if func is _COPY else args[0]
+            waits = not (args[2:] == (True,) or (kwargs or {}).get("non_blocking"))
+            if waits and source.device == GPU and result.device != GPU:
+                raise CopiedToHost(str(func))
         return result
 
 
@@ -41,7 +45,9 @@ def tensors_made_there() -> Iterator[None]:
 
     def made(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
         made = tensor(data, **kwargs)
-        return made if device is None else made.to(device)
+        if device is None or torch.device(device) != GPU:
+            return made
+        return torch.empty(made.shape, dtype=made.dtype, device=GPU)
 
     torch.tensor = made  # type: ignore[assignment]
     try:

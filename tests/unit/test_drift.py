@@ -294,6 +294,7 @@ BY_DEFAULT = {
     "getattr(model.hf_text_config, 'num_kv_shared_layers', None)",
     "getattr(vllm_config.quant_config, 'kv_cache_scheme', None)",
     "getattr(layer, 'impl', None)",
+    "getattr(layer, 'attn_backend', None)",
     "hasattr(args, 'middleware')",
     "getattr(app, 'state', None)",
     "getattr(getattr(app, 'state', None), 'vllm_config', None)",

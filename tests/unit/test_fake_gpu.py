@@ -1,8 +1,10 @@
 """Evictions on a GPU that is not there: nothing mixes devices, and nothing waits for it."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,9 +20,10 @@ from nexus_vllm.config import Settings
 from nexus_vllm.engine.evictor import Evictor, Layer
 from nexus_vllm.engine.layout import UnitLayout
 from nexus_vllm.engine.ops import ENVIRONMENT
+from nexus_vllm.engine.replay_scores import ReplayScores
 from nexus_vllm.engine.sequences import Sequence
 from nexus_vllm.engine.window import LayerWindow
-from nexus_vllm.plan import Eviction
+from nexus_vllm.plan import Eviction, Piece
 from nexus_vllm.policies import Rope
 
 from .fake_gpu import GPU, CopiedToHost, fake_gpu
@@ -91,16 +94,28 @@ def test_what_would_be_wrong_is_noticed(wrong: Callable[[Tensor], Any]) -> None:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("policy", policies.names())
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_choosing(monkeypatch: pytest.MonkeyPatch, implementation: str, policy: str) -> None:
-    monkeypatch.setenv(ENVIRONMENT, implementation)
+def test_evicting(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """All of it but the kernels, whose launches do nothing."""
+    monkeypatch.setenv(ENVIRONMENT, "triton")
     monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: None)
     settings = Settings(policy=policy)
     evictor = Evictor(layers(settings), settings)
-    choose(evictor, policy)
+    sequence = Sequence(0, replay=torch.empty(LAYERS, HEADS, 22, device=GPU))
+    for eviction in evictions(policy, "uniform"):
+        moved, kept = evictor.evict(sequence, eviction)
+        assert isinstance(moved, Tensor)
+        assert kept.device == GPU
+        assert kept.shape == (LAYERS, len(eviction.kept_pages))
+        if sequence.state is not None:
+            assert sequence.state.device == GPU
 
 
-def choose(evictor: Evictor, policy: str) -> Any:
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("policy", policies.names())
+def test_choosing_with_references(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "torch")
+    settings = Settings(policy=policy)
+    evictor = Evictor(layers(settings), settings)
     sequence = Sequence(0, replay=torch.empty(LAYERS, HEADS, 22, device=GPU))
     for eviction in evictions(policy, "uniform"):
         blocks = sequence.live_blocks(LAYERS, eviction.full, GPU)
@@ -112,3 +127,22 @@ def choose(evictor: Evictor, policy: str) -> Any:
         if state is not None:
             assert state.device == GPU
             sequence.state = state[:, :count]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_reading_a_replay() -> None:
+    made = layers(Settings())
+    runner: Any = SimpleNamespace(batch_request_ids=lambda batch: ["a"])
+    replays = ReplayScores(runner, made, BLOCK)
+    replays.start(Piece("a", "r", 100, 120, 150))
+    batch: Any = SimpleNamespace(
+        seq_lens_cpu_upper_bound=np.array([140]),
+        query_start_loc_cpu=np.array([0, 140]),
+        block_table_tensor=torch.empty(1, 10, dtype=torch.int32, device=GPU),
+    )
+    readings = replays.readings(batch)
+    assert [reading.rows for reading in readings] == [slice(120, 140)]
+    query = torch.empty(140, 4, SIZE, device=GPU, dtype=torch.bfloat16)
+    for row in range(LAYERS):
+        replays.read(row, query, readings)
+    assert replays.scores["r"].device == GPU
