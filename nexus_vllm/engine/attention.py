@@ -7,8 +7,8 @@ plans ahead is right; its implementation records the window queries and calls th
 
 import copy
 import functools
-import os
 import operator
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
