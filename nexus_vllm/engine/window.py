@@ -24,6 +24,19 @@ class Recording:
         return rows.index_select(0, self.source)
 
 
+@dataclass(frozen=True)
+class DeviceRecording:
+    """The same as a kernel finds it, from tensors that lie where they did when it was captured.
+
+    `starts` [requests + 1], `lengths` [requests] (with this step's tokens, released ones included)
+    and `slots` [requests]: int32, as in `recording`. Rows that are padding have no queries.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    slots: Tensor
+
+
 def ring_rows(window: int, batches: int, drafts: int) -> int:
     """Rows of a sequence's ring, with so many batches in flight and drafts proposed at a time.
 
@@ -53,10 +66,15 @@ class LayerWindow:
         self.size = rows
         self.ring = torch.zeros(slots * rows, num_heads, head_size, dtype=dtype, device=device)
 
-    def record(self, query: Tensor, recording: Recording) -> None:
+    def record(self, query: Tensor, recording: Recording | DeviceRecording) -> None:
         """Store the step's window queries. `query`: [tokens, query heads, head size], rotated."""
-        rows = recording.taken(query.view(-1, *self.ring.shape[1:]))
-        self.ring.index_copy_(0, recording.target, rows)
+        query = query.view(-1, *self.ring.shape[1:])
+        if isinstance(recording, Recording):
+            self.ring.index_copy_(0, recording.target, recording.taken(query))
+            return
+        from nexus_vllm.kernels.window import window  # needs Triton
+
+        window(query, recording.starts, recording.lengths, recording.slots, self.size, self.ring)
 
     def queries(self, slot: int, positions: Tensor) -> Tensor:
         """The queries [len(positions), query heads, head size] at these (recent) positions."""

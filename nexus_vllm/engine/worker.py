@@ -79,6 +79,7 @@ class EvictionWorker(PlatformWorker):
         self._windows: dict[str, LayerWindow] = {}
         self._report: StepReport | None = None
         self._failed: set[str] = set()
+        self._warming_up = False
         self._trace: dict[str, list[dict[str, Any]]] = {}
 
     # Start-up
@@ -182,13 +183,28 @@ class EvictionWorker(PlatformWorker):
         first = layers[0].index
         self.allocators = servable(self.vllm_config, (first, first + len(layers)), heads)
         self.reports = Reports()
+        self.runner.keep_out_of_graphs(self._unlike_captured)
+
+    def _unlike_captured(self) -> bool:
+        """Whether attention may do in this step what it does not where only budgets are equal."""
+        return self.sequences.uneven or bool(self.replays.pieces)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's own, whose steps no scheduler has planned."""
+        self._warming_up = True
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            self._warming_up = False
 
     # One step
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
         """Carry out the step's plan, then run the step."""
-        with self._fatal_where_unheard():
+        if self._warming_up:
+            return super().execute_model(scheduler_output)
+        with self._fatal_where_unheard(), self.runner.step():
             self._carry_out(compat.plan_of(scheduler_output))
             return self._told(super().execute_model(scheduler_output))
 
