@@ -16,7 +16,7 @@ from nexus_vllm.config import Settings
 from nexus_vllm.engine import ops
 from nexus_vllm.engine.layout import UnitLayout, probe
 from nexus_vllm.engine.sequences import Sequence
-from nexus_vllm.engine.window import LayerWindow
+from nexus_vllm.engine.window import LayerWindow, together
 from nexus_vllm.plan import Eviction
 from nexus_vllm.policies import Observation, Policy, Rope, score, state_size
 
@@ -122,6 +122,9 @@ def window_queries(
     """The newest queries [L, W, Hq, D] before the eviction, and their positions [W]."""
     count, device = min(window, eviction.computed), layers[0].cache.device
     positions = torch.arange(eviction.computed - count, eviction.computed, device=device)
+    rings = together([layer.window.ring for layer in layers])
+    if rings is not None:
+        return rings[:, layers[0].window.rows_of(sequence.slot, positions)], positions
     queries = [layer.window.queries(sequence.slot, positions) for layer in layers]
     return torch.stack(queries), positions
 

@@ -93,17 +93,19 @@ class EvictionWorker(PlatformWorker):
             _check_layer(name, layer, self.model_config)
         _check_alike(layers)
         _warn_if_unconfirmed(layers)
-        for name, layer in layers.items():
-            window = LayerWindow(
-                slots,
-                self._ring_rows,
-                layer.num_heads,
-                layer.head_size,
-                self.model_config.dtype,
-                self.device,
-            )
-            self._windows[name] = layer.impl.window = window
-            layer.impl.row = len(self._windows) - 1
+        first = next(iter(layers.values()))
+        windows = LayerWindow.of_layers(
+            len(layers),
+            slots,
+            self._ring_rows,
+            first.num_heads,
+            first.head_size,
+            self.model_config.dtype,
+            self.device,
+        )
+        for row, (name, layer) in enumerate(layers.items()):
+            self._windows[name] = layer.impl.window = windows[row]
+            layer.impl.row = row
 
     @property
     def _ring_rows(self) -> int:
