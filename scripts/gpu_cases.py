@@ -21,6 +21,7 @@ from torch.nn import functional
 from triton.runtime.jit import KernelInterface
 
 import nexus_vllm.kernels
+from nexus_vllm import pairing
 from nexus_vllm.kernels import fill, pairs, score, select, shift, statistics, walk, window
 from nexus_vllm.kernels.rows import Rows
 
@@ -165,9 +166,9 @@ def run(check: Check, place: Place) -> Result:
 
 
 def shapes(place: Place) -> Iterator[Shape]:
-    """An 8B model's, then 35 in which any two of these lists have met in every combination.
+    """An 8B model's; 35 in which any two of the lists meet in every combination; the largest.
 
-    Their lengths have no common factor: 5 sizes, 7 groups, 4 dtypes, 3 layouts.
+    The lengths of the lists have no common factor: 5 sizes, 7 groups, 4 dtypes, 3 layouts.
     """
     if place.small:
         for step, dim in ((1, 64), (3, 80)):
@@ -177,6 +178,8 @@ def shapes(place: Place) -> Iterator[Shape]:
     yield Shape(128, 4, 16, torch.bfloat16, "LBHNC", ("mean", "mean"), kv_heads=8, lengths=large)
     for step in range(len(SIZES) * len(GROUPS)):
         yield _shape(place, step)
+    for dtype in dict.fromkeys(place.dtypes):  # what takes most registers and shared memory
+        yield Shape(SIZES[-1], GROUPS[-1], WINDOWS[0], dtype, LAYOUTS[0], POOLS[0])
 
 
 def _shape(place: Place, step: int) -> Shape:
@@ -564,7 +567,7 @@ def moving(place: Place, case: Moves) -> float:
     shape = (case.rows, case.blocks)
     kept = torch.rand(shape, generator=random).argsort(1) < case.places
     most = min(case.places, case.blocks - case.places)
-    expected = pairs.reference(kept, slots if case.own else slots[0], case.places, most)
+    expected = pairing.pair(kept, slots if case.own else slots[0], case.places, most)
     there = kept.to(place.device), (slots if case.own else slots[0]).to(place.device)
     found = pairs.pairs(*there, case.places, most)
     made = torch.arange(most) < expected.counts[:, None]
