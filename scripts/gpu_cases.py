@@ -21,8 +21,22 @@ from torch.nn import functional
 from triton.runtime.jit import KernelInterface
 
 import nexus_vllm.kernels
-from nexus_vllm.kernels import fill, pairs, score, select, shift, statistics, walk, window
+from nexus_vllm import pairing
+from nexus_vllm.engine import units as engine_units
+from nexus_vllm.kernels import (
+    fill,
+    pairs,
+    ranked,
+    score,
+    select,
+    shift,
+    statistics,
+    units,
+    walk,
+    window,
+)
 from nexus_vllm.kernels.rows import Rows
+from nexus_vllm.policies.base import Tokens
 
 BLOCK = 32
 SIZES = (64, 80, 96, 128, 256)
@@ -165,9 +179,9 @@ def run(check: Check, place: Place) -> Result:
 
 
 def shapes(place: Place) -> Iterator[Shape]:
-    """An 8B model's, then 35 in which any two of these lists have met in every combination.
+    """An 8B model's; 35 in which any two of the lists meet in every combination; the largest.
 
-    Their lengths have no common factor: 5 sizes, 7 groups, 4 dtypes, 3 layouts.
+    The lengths of the lists have no common factor: 5 sizes, 7 groups, 4 dtypes, 3 layouts.
     """
     if place.small:
         for step, dim in ((1, 64), (3, 80)):
@@ -177,6 +191,8 @@ def shapes(place: Place) -> Iterator[Shape]:
     yield Shape(128, 4, 16, torch.bfloat16, "LBHNC", ("mean", "mean"), kv_heads=8, lengths=large)
     for step in range(len(SIZES) * len(GROUPS)):
         yield _shape(place, step)
+    for dtype in dict.fromkeys(place.dtypes):  # what takes most registers and shared memory
+        yield Shape(SIZES[-1], GROUPS[-1], WINDOWS[0], dtype, LAYOUTS[0], POOLS[0])
 
 
 def _shape(place: Place, step: int) -> Shape:
@@ -210,22 +226,22 @@ def rows_of(place: Place, shape: Shape) -> tuple[Rows, torch.Generator]:
         layer, step = page, LAYERS * page
     cache = torch.randn(LAYERS * pages * page, generator=random)
     free, size = torch.randperm(pages, generator=random), max(shape.lengths)
-    units, blocks, counts = [], [], []
+    places, blocks, counts = [], [], []
     for length in shape.lengths:
         taken, free = free[:length], free[length:]
         ids = torch.randperm(2 * size, generator=random)[:length]
         for index in range(LAYERS):
             for first in range(1 if shape.averaged else heads):
                 # What a row lacks must not be looked at: it lies outside of the pool.
-                units.append(torch.full((size,), -(2**40)))
-                units[-1][:length] = index * layer + taken * step + first * head
+                places.append(torch.full((size,), -(2**40)))
+                places[-1][:length] = index * layer + taken * step + first * head
                 blocks.append(torch.full((size,), 2**40))
                 blocks[-1][:length] = ids
                 counts.append(length)
     scales = 0.5 + torch.rand(2, len(counts), generator=random)
     return Rows(
         cache=cache.to(shape.dtype).to(place.device),
-        units=torch.stack(units).to(place.device),
+        units=torch.stack(places).to(place.device),
         blocks=torch.stack(blocks).to(place.device),
         counts=torch.tensor(counts).to(place.device),
         block=BLOCK,
@@ -399,6 +415,43 @@ def walking(place: Place, case: Walk) -> float:
     return distance(found, torch.stack(expected), relative_to=1e-9)
 
 
+@dataclass(frozen=True)
+class Ranking:
+    """Rows of so many blocks, and how a block's tokens count together."""
+
+    rows: int
+    blocks: int
+    tokens: Tokens
+
+
+def rankings(place: Place) -> Iterator[Ranking]:
+    for rows, blocks in ((2, 70),) if place.small else ((256, 256), (256, 4096), (3, 1), (5, 61)):
+        for tokens in get_args(Tokens):
+            yield Ranking(rows, blocks, tokens)
+
+
+@covers("ranked.ranked", rankings, limit=1e-4)
+def weighing(place: Place, case: Ranking) -> float:
+    """Relative: e^z of tokens' scores in standard deviations, in float64."""
+    random = torch.Generator().manual_seed(case.blocks)
+    scores = torch.randn(case.rows, case.blocks, BLOCK, generator=random) + 3
+    candidates = torch.rand(case.rows, case.blocks, generator=random) < 0.8
+    candidates[:, 0] = True
+    wide = scores.double()
+    if case.tokens != "sum":
+        pooled = wide.amax(-1) if case.tokens == "max" else wide.mean(-1)
+        wide = pooled[..., None]
+    inside = candidates[..., None].expand_as(wide)
+    count = inside.sum((1, 2), keepdim=True)
+    mean = (wide * inside).sum((1, 2), keepdim=True) / count
+    deviation = (((wide - mean) ** 2 * inside).sum((1, 2), keepdim=True) / count).sqrt()
+    least = mean.abs() * 2.0**-16  # what differs in the last bits does not count
+    z = ((wide - mean) / deviation.maximum(least)).clamp(-80, 80)
+    there = scores.to(place.device), candidates.to(place.device)
+    found = twice(lambda: ranked.ranked(*there, case.tokens))
+    return distance(found.cpu(), z.exp().sum(-1), relative_to=1e-9)
+
+
 @covers("walk.pooled", walks, limit=1e-4)
 def pooling(place: Place, case: Walk) -> float:
     lse, _, _ = maps(place, case)
@@ -564,7 +617,7 @@ def moving(place: Place, case: Moves) -> float:
     shape = (case.rows, case.blocks)
     kept = torch.rand(shape, generator=random).argsort(1) < case.places
     most = min(case.places, case.blocks - case.places)
-    expected = pairs.reference(kept, slots if case.own else slots[0], case.places, most)
+    expected = pairing.pair(kept, slots if case.own else slots[0], case.places, most)
     there = kept.to(place.device), (slots if case.own else slots[0]).to(place.device)
     found = pairs.pairs(*there, case.places, most)
     made = torch.arange(most) < expected.counts[:, None]
@@ -576,6 +629,50 @@ def moving(place: Place, case: Moves) -> float:
             unequal(found.target.cpu().where(made, -1), expected.target.where(made, -1)),
         )
     )
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Requests of `kinds`; heads hold up to `most` units apart, in a model of such a shape."""
+
+    layers: int
+    heads: int
+    most: int
+    kinds: tuple[str, ...] = ("apart", "alike", "padding", "apart")
+
+
+def unit_tables(place: Place) -> Iterator[Tables]:
+    yield from (Tables(2, 2, 9),) if place.small else (
+        Tables(32, 8, 256), Tables(2, 1, 4096), Tables(3, 3, 0), Tables(32, 8, 61, ("apart",) * 64),
+    )  # fmt: skip
+
+
+@covers("units.tables", unit_tables)
+def tables_of_units(place: Place, case: Tables) -> float:
+    random = torch.Generator().manual_seed(case.most)
+    pages, requests, shape = 50, len(case.kinds), (case.layers, case.heads)
+
+    def drawn(most: int, *size: int) -> Tensor:
+        return torch.randint(0, most, size, generator=random)
+
+    held: list[tuple[Tensor, Tensor] | None] = []
+    for kind in case.kinds:
+        counts, taken = drawn(case.most + 1, *shape), drawn(2**30, *shape, case.most)
+        taken[torch.arange(case.most) >= counts[..., None]] = -1
+        held.append((taken, counts) if kind == "apart" else None)
+    first = [0 if kind == "padding" else 7 for kind in case.kinds]
+    tail = [0 if kind == "padding" else 1 + row % 5 for row, kind in enumerate(case.kinds)]
+    lengths = torch.tensor([(a + b) * BLOCK - (b > 0) for a, b in zip(first, tail, strict=True)])
+    table, base = drawn(pages, requests, 13).int(), drawn(2**20, case.layers) * case.heads
+    rest = (case.heads, BLOCK, case.most + 5)
+    expected = engine_units.unit_tables(held, first, tail, table, lengths.int(), base, *rest)
+    there = [
+        None if dealt is None else (dealt[0].to(place.device), dealt[1].to(place.device))
+        for dealt in held
+    ]
+    told = [part.to(place.device) for part in (table, lengths.int(), base)]
+    found = units.tables(there, first, tail, told[0], told[1], told[2], *rest)
+    return unequal(found[0], expected[0]) + unequal(found[1], expected[1])
 
 
 def batches(place: Place) -> Iterator[tuple[int, int]]:
