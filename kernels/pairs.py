@@ -8,6 +8,8 @@ from torch import Tensor
 from nexus_vllm.pairing import Pairs
 from nexus_vllm.pairing import pair as reference
 
+__all__ = ["Pairs", "pairs", "reference"]
+
 PART = 1024
 """Blocks, or places, of a row that a program looks at at once."""
 

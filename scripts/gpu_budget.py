@@ -4,7 +4,8 @@
     scripts/gpu_budget.py          # writes them between the marks of docs/gpu.md
 
 What is counted is what each kernel must read and write, once; times are bytes over the memory
-bandwidth that the vendor names. scripts/gpu_check.sh measures.
+bandwidth that the vendor names. The walk reads its maps three times: from the L2 cache, as far as
+they fit. scripts/gpu_check.sh measures.
 """
 
 from __future__ import annotations
@@ -48,24 +49,51 @@ class Cost:
 
 
 def costs(model: Model, live: int, window: int = 16, block: int = 32) -> dict[str, Cost]:
-    """Of one eviction that gives up a 32nd of a sequence of so many live tokens, as decode does."""
+    """Of one eviction by Nexus, each (layer, KV head) with blocks of its own, that gives up a 32nd
+    of a sequence of so many live tokens, as decode does."""
     blocks = live // block
     keys = model.layers * model.kv_heads * live * model.size * model.number
     unit = block * 2 * model.size * model.number
-    rows = model.layers * model.kv_heads
-    maps = model.layers * model.heads * window * blocks * 4
+    rows, heads = model.layers * model.kv_heads, model.layers * model.heads
+    maps, pooled = heads * window * blocks * 4, heads * blocks * 4
     gone = blocks // 32
-    queries = model.layers * model.heads * window * model.size * model.number
+    stay = blocks - gone
+    queries = heads * window * model.size * model.number
     return {
-        "score": Cost(
-            keys + queries, maps, 2 * model.heads * model.layers * window * live * model.size
-        ),
+        "score": Cost(keys + queries, maps, 2 * heads * window * live * model.size),
+        "walk": Cost(maps + rows * blocks, 2 * pooled, 12 * maps / 4),
         "anchors": Cost(keys, 0, 4 * keys / model.number),
         "cosines": Cost(keys, rows * live * 4, 4 * keys / model.number),
-        "maps to weights": Cost(maps + rows * live * 4, rows * blocks * 4, 8 * maps / 4),
-        "select": Cost(rows * blocks * (4 + 8 + 1), rows * blocks),
+        "heads and prior, in torch": Cost(
+            pooled + rows * live * 4, rows * blocks * 4, 2 * rows * live
+        ),
+        "select": Cost(rows * blocks * (4 + 8 + 1 + 8), rows * blocks * (8 + 1)),
+        "pairs": Cost(rows * blocks + 8 * blocks, rows * (8 * stay + 16 * gone + 8)),
         "fill, at most": Cost(rows * gone * unit, rows * gone * unit),
+        "origins and state, in torch": Cost(rows * stay * (8 + 8 + 8), rows * stay * (8 + 8)),
+    }  # fmt: skip
+
+
+def others(model: Model, live: int, window: int = 16, block: int = 32) -> dict[str, Cost]:
+    """Of other policies: a pass for those that rank tokens, after `score`, and over keys or values
+    alone. Values cost what keys do."""
+    numbers = model.layers * model.kv_heads * live * model.size
+    heads, tokens = model.layers * model.heads, model.layers * model.kv_heads * live * 4
+    maps = heads * window * (live // block) * 4
+    queries = heads * window * (model.size * model.number + 4)
+    product = 2 * heads * window * live * model.size
+    return {
+        "attention of tokens": Cost(numbers * model.number + queries, tokens, product),
+        "pooled rows": Cost(maps, maps // window, 4 * maps / 4),
+        "norms, or ranges": Cost(numbers * model.number, tokens, 2 * numbers),
     }
+
+
+def each_step(model: Model, live: int, block: int = 32) -> dict[str, Cost]:
+    """Of what each step does for one sequence, all layers together."""
+    blocks = live // block
+    query = model.layers * model.heads * model.size * model.number
+    return {"shift": Cost(4 * blocks + 8, 4 * blocks + 4), "window": Cost(query, query)}
 
 
 def step(model: Model, live: int) -> Cost:
@@ -79,23 +107,26 @@ def table(model: Model, live: int) -> Table:
     made = Table(
         [f"{live:,} live tokens", "MB read", "MB written", "GFLOP", *(f"{g}, us" for g in GPUS)]
     )
-    parts = costs(model, live)
-    total = Cost(
-        sum(c.read for c in parts.values()),
-        sum(c.written for c in parts.values()),
-        sum(c.flop for c in parts.values()),
-    )
-    decode = step(model, live)
-    for name, cost in {**parts, "an eviction": total, "a decode step": decode}.items():
+    parts, more = costs(model, live), each_step(model, live)
+    total, decode, added = summed(parts), step(model, live), summed(more)
+    rows = {**parts, "an eviction": total, **others(model, live), **more, "a decode step": decode}
+    for name, cost in rows.items():
         times = [f"{cost.moved / speed * 1e6:,.1f}" for speed in GPUS.values()]
         numbers = [f"{n:,.1f}" for n in (cost.read / 1e6, cost.written / 1e6, cost.flop / 1e9)]
         made.rows.append([name, *numbers, *times])
     every = live // 32
-    share = total.moved / (every * decode.moved)
-    made.rows.append(
-        [f"evictions, once in {every:,} steps: {share:.2%} of decode", *[""] * (3 + len(GPUS))]
-    )
+    share = (total.moved / every + added.moved) / decode.moved
+    line = f"evictions, once in {every:,} steps, shifts and windows: {share:.2%} of decode"
+    made.rows.append([line, *[""] * (3 + len(GPUS))])
     return made
+
+
+def summed(parts: dict[str, Cost]) -> Cost:
+    return Cost(
+        sum(c.read for c in parts.values()),
+        sum(c.written for c in parts.values()),
+        sum(c.flop for c in parts.values()),
+    )
 
 
 def written(document: str) -> str:

@@ -138,7 +138,7 @@ def launches(
     unit_words = unit * model.number // 4
     scale = model.size**-0.5
     lse = score.block_lse(rows, queries, positions, scale)
-    order = tuple(range(WINDOW - 1, -1, -1))
+    order = (WINDOW - 1, WINDOW - 2, WINDOW - 3)
     kept = torch.rand(count, blocks, device=device).argsort(1) < blocks - gone
     slots = torch.arange(-gone, blocks - gone, device=device).clamp(min=-1)
     made = {

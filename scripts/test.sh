@@ -2,6 +2,8 @@
 # Everything that must pass before a change goes in: lint, format, types, the whole test suite.
 #
 #   scripts/test.sh [pytest arguments ...]
+#
+# With arguments, tests/kernels is left out: TRITON_INTERPRET=1 python -m pytest tests/kernels
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,4 +15,11 @@ python=.venv/bin/python
 "$python" -m ruff format --check .
 "$python" -m mypy nexus_vllm scripts
 # One process per core, a module's tests together: engines are started once for each.
-exec "$python" -m pytest -n auto --dist loadscope --durations 8 "$@"
+status=0
+"$python" -m pytest -n auto --dist loadscope --durations 8 "$@" || status=$?
+# Kernels by themselves: Triton decides as it is imported whether it interprets.
+if (($# == 0)); then
+  TRITON_INTERPRET=1 "$python" -m pytest tests/kernels -n auto --dist loadfile --durations 8 ||
+    status=$?
+fi
+exit "$status"

@@ -35,6 +35,8 @@ MAX_KEYS = 1 << 20
 """Key numbers gathered at once (4 MiB in float32), unless one layer needs more: see MAX_LOGITS."""
 MAX_MAPS = 1 << 24
 """Numbers of attention maps that kernels write at once (64 MiB), unless one layer needs more."""
+EVICTION_BYTES = 4 * 4 * MAX_MAPS
+"""Memory of a GPU that is left free for evictions: maps, and what is made of them."""
 
 
 @dataclass
@@ -260,7 +262,7 @@ class Evictor:
         if not policy.reads_keys:
             return {"keys": None}
         pages = torch.tensor(eviction.pages, device=self.device)
-        layers = self.layers[rows]
+        layers: list[Layer] = self.layers[rows]
         if self.memory is not None and read_in_place(self.memory, policy):
             units = self.memory.own(rows, pages)
             held = blocks[:, None].expand(units.shape)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from nexus_vllm.engine.layout import UnitLayout
-from nexus_vllm.kernels import fill, score, statistics, walk
+from nexus_vllm.kernels import fill, ranked, score, statistics, walk
 from nexus_vllm.kernels.rows import Rows
-from nexus_vllm.policies.base import Heads, Pool
+from nexus_vllm.policies.base import Heads, Pool, Tokens
 
 if TYPE_CHECKING:
     from nexus_vllm.engine.evictor import Layer
@@ -183,14 +183,9 @@ class KernelReader:
     ) -> tuple[Tensor, Tensor]:
         lse = self._block_lse(queries, positions, scale, heads)
 
-        def by_row(told: Tensor | None) -> Tensor | None:
-            """[R, N] of [..., N]."""
-            if told is None:
-                return None
-            each = self.heads if heads == "per-head" else 1
-            return told.reshape(-1, told.shape[-1]).repeat_interleave(each, dim=0)
-
-        found = walk.walk(lse, by_row(candidates), tuple(order), lam, pool_rows, by_row(start))
+        each = self.heads if heads == "per-head" else 1
+        inside, before = self._by_row(candidates, each), self._by_row(start, each)
+        found = walk.walk(lse, inside, tuple(order), lam, pool_rows, before)
         score, ended = (part.reshape(*self.lead, -1, part.shape[-1]) for part in found)
         return score, ended
 
@@ -202,6 +197,14 @@ class KernelReader:
         found = score.token_attention(self.rows, *asked, totals, scale, rows, heads)
         return found.view(*self.lead, self.heads, *found.shape[1:])
 
+    def ranked(self, scores: Tensor, candidates: Tensor, tokens: Tokens) -> Tensor:
+        by_row = scores.transpose(len(self.lead), len(self.lead) + 1).reshape(
+            *self.rows.shape, self.rows.block
+        )
+        inside = self._by_row(candidates, self.heads)
+        assert inside is not None
+        return ranked.ranked(by_row, inside, tokens).view(*self.lead, self.heads, -1)
+
     def key_norms(self) -> Tensor:
         return self._by_block(statistics.statistics("norm", self.rows))
 
@@ -211,6 +214,13 @@ class KernelReader:
 
     def value_ranges(self) -> Tensor:
         return self._by_block(statistics.statistics("range", self._values()))
+
+    @staticmethod
+    def _by_row(told: Tensor | None, heads: int) -> Tensor | None:
+        """[R, N] of [..., N], the same for so many heads."""
+        if told is None:
+            return None
+        return told.reshape(-1, told.shape[-1]).repeat_interleave(heads, dim=0)
 
     def _by_block(self, found: Tensor) -> Tensor:
         """[..., N, heads, b, ...] of what was found of each row, [R, N, b, ...]."""

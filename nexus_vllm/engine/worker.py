@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from nexus_vllm.engine import attention, compat, ops
-from nexus_vllm.engine.evictor import PROFILER_RANGE, Evictor, Layer
+from nexus_vllm.engine.evictor import EVICTION_BYTES, PROFILER_RANGE, Evictor, Layer
 from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.profiles import rank_heads, servable
 from nexus_vllm.engine.replay_scores import ReplayScores
@@ -128,6 +128,16 @@ class EvictionWorker(PlatformWorker):
                     "serve this model without --kv-eviction",
                 )
         return specs
+
+    def determine_available_memory(self) -> int:
+        """What vLLM finds for the KV cache, less what an eviction may hold at once.
+
+        vLLM measures a forward pass. What that leaves idle between passes is usually enough, but
+        not where batches are small.
+        """
+        available: int = super().determine_available_memory()
+        on_cpu = self.device.type == "cpu"  # the pool's size is not measured there
+        return available if on_cpu else available - EVICTION_BYTES
 
     def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> None:
         """Allocate the cache, then connect builders, windows and evictor, proving each hook."""

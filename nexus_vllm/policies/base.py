@@ -21,6 +21,7 @@ from nexus_vllm.replay import MIN_PIECE
 
 Heads = Literal["per-head", "mean"]
 Pool = Literal["mean", "max"]
+Tokens = Literal["sum", "max", "mean"]
 Replayed = Literal["prompt", "first-cut"]
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -73,6 +74,9 @@ class Reader(Protocol):
         candidates: [..., N] bool, what the walk runs over; None: all. order: the rows that it
         takes, 0 the oldest. start: [..., N], what it begins with, before it is scaled to 1.
         """
+
+    def ranked(self, scores: Tensor, candidates: Tensor, tokens: Tokens) -> Tensor:
+        """`policies.tokens.ranked` of scores [..., N, Hkv, b]."""
 
     def key_norms(self) -> Tensor: ...
 

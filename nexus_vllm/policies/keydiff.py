@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from nexus_vllm.policies.base import Observation, Policy, check_choices, key_cosines
-from nexus_vllm.policies.tokens import Tokens, ranked
+from nexus_vllm.policies.base import Observation, Policy, Tokens, check_choices, key_cosines
+from nexus_vllm.policies.tokens import weights_of
 
 
 @dataclass(frozen=True)
@@ -32,4 +32,4 @@ class KeyDiff(Policy):
 
     def by_head(self, obs: Observation) -> Tensor:
         """The weights of each KV head, [..., Hkv, N]."""
-        return ranked(-key_cosines(obs), obs.candidates, self.tokens)
+        return weights_of(obs, -key_cosines(obs), self.tokens)

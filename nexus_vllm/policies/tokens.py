@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nexus_vllm.policies.base import Pool, pool
+from nexus_vllm.policies.base import Observation, Pool, Tokens, pool
 
 Pooling = Literal["avg", "max"]
-Tokens = Literal["sum", "max", "mean"]
 
 
 def pooled(scores: Tensor, block_ids: Tensor, kernel: int, pooling: Pooling = "avg") -> Tensor:
@@ -64,6 +63,13 @@ def ranked(scores: Tensor, candidates: Tensor, tokens: Tokens) -> Tensor:
         each = inside[..., None].expand(heads.shape).flatten(-2)
         return spread_out(heads.flatten(-2), each).unflatten(-1, heads.shape[-2:]).sum(-1)
     return spread_out(heads.amax(-1) if tokens == "max" else heads.mean(-1), inside)
+
+
+def weights_of(obs: Observation, scores: Tensor, tokens: Tokens) -> Tensor:
+    """`ranked` of scores [..., N, H, b] of an observation's tokens."""
+    if obs.reader is not None:
+        return obs.reader.ranked(scores, obs.candidates, tokens)
+    return ranked(scores, obs.candidates, tokens)
 
 
 def check_pool(policy: str, kernel: int, pooling: str = "avg") -> None:

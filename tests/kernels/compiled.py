@@ -21,7 +21,8 @@ from nexus_vllm.kernels import fill, pairs, score, select, shift, statistics, un
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = (80, 90, 100)
-INT64 = "*i64"
+INT32, INT64 = "*i32", "*i64"
+SIZES = {"*bf16": 2, "*fp32": 4, "*fp8e4nv": 1}
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ class Case:
     aligned: tuple[str, ...]
     warps: int = 4
     more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tile(self) -> int:
+        """Loads of 16 bytes by which each thread reads its share of the cache's numbers."""
+        told = self.constants
+        if "BLOCKS" not in told:
+            return 0
+        numbers = told["BLOCKS"] * told["BLOCK"] * told["DIMS"]
+        return numbers * SIZES[self.types["cache"]] // 16 // (32 * self.warps)
 
     def compile(self, capability: int) -> Any:
         names = self.kernel.arg_names
@@ -48,7 +58,8 @@ class Case:
         }
         source = ASTSource(self.kernel, signature, self.constants, attributes)
         target = GPUTarget("cuda", capability, 32)
-        return triton.compile(source, target=target, options={"num_warps": self.warps, **self.more})
+        options = {"num_warps": self.warps, "enable_fp_fusion": True, **self.more}
+        return triton.compile(source, target=target, options=options)
 
 
 def attention(
@@ -104,17 +115,16 @@ def selection(kind: int, size: int = 4096) -> Case:
     return Case(select._select, constants, types, (), shape.pop("num_warps"), shape)
 
 
-def walking() -> Case:
-    """The default: three rows, over the candidates."""
+def walking(window: int = 16, steps: int = 3) -> Case:
+    """By default over three of 16 rows and the candidates, for any number of blocks."""
     constants = {
-        **{"ORDER": (15, 14, 13), "STEPS": 16, "HOW": "mean", "CHOSEN": True, "STARTED": True},
-        **walk._shape(16),
+        **{"ORDER": tuple(window - 1 - step for step in range(steps)), "STEPS": 16},
+        **{"HOW": "mean", "CHOSEN": True, "STARTED": True, **walk._shape(window)},
     }
     types = dict.fromkeys(("lse", "start", "score", "found"), "*fp32")
     return Case(walk._walk, constants, {**types, "candidates": "*i1", "lam": "fp32"}, ())
 
 
-INT32 = "*i32"
 CASES = {
     "fill": Case(
         fill._fill,
@@ -168,8 +178,18 @@ CASES = {
     ),
     **{f"select, {kind}": selection(place) for place, kind in enumerate(select.KINDS)},
 }
-EIGHT_BIT = {"score, fp8": attention(score._block_lse, "*fp8e4nv")}
+EIGHT_BIT = {
+    "score, fp8": attention(score._block_lse, "*fp8e4nv"),
+    "score, tokens, fp8": attention(score._token_attention, "*fp8e4nv"),
+}
 """Only for targets that have the type."""
+OTHERS = {
+    "score, float32": attention(score._block_lse, "*fp32", "*fp32"),
+    "score, 16 heads of 256": attention(score._block_lse, group=16, dim=256),
+    "score, a window of 256": attention(score._block_lse, window=256),
+    "walk, 16 rows of 256": walking(256, 16),
+}
+"""Not what an 8B model has by default: these must compile, and may spill."""
 
 
 def report(case: Case, capability: int) -> dict[str, int]:
@@ -187,6 +207,7 @@ def report(case: Case, capability: int) -> dict[str, int]:
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "wide loads": len(re.findall(r"\b(?:LDG|LDGSTS)\.E(?:\.\w+)*\.128\b", code)),
         "wide stores": len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", code)),
+        "tile": case.tile,
         "loads": len(re.findall(r"\b(?:LDG|LDGSTS)\b", code)),
         "stores": len(re.findall(r"\bSTG\b", code)),
         "shared": compiled.metadata.shared,
@@ -194,15 +215,20 @@ def report(case: Case, capability: int) -> dict[str, int]:
 
 
 def _run(tool: str, *arguments: str) -> str:
-    command = [str(TOOLS / tool), *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    """What a tool prints. Raises RuntimeError with its complaints, unless they are warnings."""
+    done = subprocess.run([str(TOOLS / tool), *arguments], capture_output=True, text=True)
+    warning = f"{tool} warning"
+    complaints = [line for line in done.stderr.splitlines() if not line.startswith(warning)]
+    if done.returncode or complaints:
+        raise RuntimeError(f"{tool} exited with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def main() -> None:
     found = {
         f"{name}, sm_{capability}": report(case, capability)
         for capability in TARGETS
-        for name, case in {**CASES, **(EIGHT_BIT if capability >= 89 else {})}.items()
+        for name, case in {**CASES, **OTHERS, **(EIGHT_BIT if capability >= 89 else {})}.items()
     }
     json.dump(found, sys.stdout, indent=1)
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nexus_vllm.kernels import fill, score, select, shift, statistics, window
+from nexus_vllm.kernels import fill, ranked, score, select, shift, statistics, window
 from nexus_vllm.kernels.rows import Rows
 
 SOME = settings(
@@ -250,3 +250,21 @@ def test_windows(requests: list[tuple[int, int, bool]], heads: int, rows: int) -
         for back in range(min(tokens, rows) if known else 0):
             place = slot * rows + (tokens + before - 1 - back) % rows
             assert torch.equal(found[place], query[int(starts[slot + 1]) - 1 - back])
+
+
+@SOME
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(0, 150)),
+    tokens=st.sampled_from(("sum", "max", "mean")),
+    spread=st.sampled_from((0.0, 0.1, 1.0, 1e4)),
+    offset=st.sampled_from((0.0, -0.9, 50.0)),
+    seed=st.integers(0, 2**31),
+)
+def test_weights_of_what_only_ranks(
+    shape: tuple[int, int], tokens: Any, spread: float, offset: float, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    scores = torch.randn(*shape, BLOCK, generator=random) * spread + offset
+    candidates = torch.rand(shape, generator=random) < 0.8
+    found = ranked.ranked(scores, candidates, tokens)
+    assert torch.allclose(found, ranked.reference(scores, candidates, tokens), rtol=2e-3)
