@@ -7,16 +7,21 @@ plans ahead is right; its implementation records the window queries and calls th
 
 import copy
 import functools
+import operator
 import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from nexus_vllm.engine.manager import EvictionSpec
+from nexus_vllm.engine.ops import use_kernels
+from nexus_vllm.engine.step_buffers import StepBuffers
 from nexus_vllm.engine.unit_batch import UnitAttention, worth_folding
+from nexus_vllm.engine.window import DeviceRecording, recording
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -36,6 +41,9 @@ BACKENDS = ("CPU_ATTN",)
 UNCONFIRMED = ("FLASH_ATTN", "TRITON_ATTN")
 """Backends that should work, and that scripts/gpu_check.sh has yet to confirm: docs/gpu.md."""
 
+HEADS = dict.fromkeys(UNCONFIRMED, ("num_heads_q", "num_heads_kv"))
+"""What builders call their numbers of query and of KV heads, if not num_heads and num_kv_heads."""
+
 ENVIRONMENT = "NEXUS_VLLM_UNCONFIRMED"
 """1, to evict with backends of UNCONFIRMED, too."""
 
@@ -49,16 +57,30 @@ def admitted() -> tuple[str, ...]:
 
 
 class EvictionBuilderMixin:
-    """Over a backend's metadata builder. The worker sets all fields before the first step."""
+    """Over a backend's metadata builder. The worker sets `sequences`, `tables` and `replays` before
+    the first step; until then, and in dummy runs, a batch is shown as it is."""
 
     sequences: "Sequences | None" = None
     tables: "UnitTables | None" = None
     replays: "ReplayScores | None" = None
+    buffers: StepBuffers | None = None
+
+    # Metadata must be built, not patched: a table that is swapped later would not be shifted.
+    supports_update_block_table: bool = False
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Shifted tables are built anew each step, so attention stays outside of CUDA graphs."""
-        return AttentionCGSupport.NEVER
+        """The wrapped builder's, since all it is shown lies in buffers that stay.
+
+        Without kernels tables are built anew each step, so attention stays outside of graphs. Steps
+        that are not alike for every head are kept out by the worker (`Runner.keep_out_of_graphs`).
+        """
+        if not use_kernels(torch.device(current_platform.device_type)):
+            return AttentionCGSupport.NEVER
+        support: AttentionCGSupport = super().get_cudagraph_support(  # type: ignore[misc]
+            vllm_config, kv_cache_spec
+        )
+        return support
 
     def build(
         self,
@@ -66,20 +88,48 @@ class EvictionBuilderMixin:
         common_attn_metadata: "CommonAttentionMetadata",
         fast_build: bool = False,
     ) -> Any:
+        batch = common_attn_metadata
+        view = self.sequences.view(batch) if self.sequences else None
+        by_kernels = use_kernels(batch.seq_lens.device)
+        live, recorded = (self._in_buffers if by_kernels else self._anew)(batch, view)
         build = super().build  # type: ignore[misc]
-        view = self.sequences.view(common_attn_metadata) if self.sequences else None
-        if view is None:
-            metadata = build(common_prefix_len, common_attn_metadata, fast_build)
-        elif view.uneven:
-            metadata = build(common_prefix_len, common_attn_metadata, fast_build)
-            setattr(metadata, _UNEVEN, self._over_units(common_attn_metadata, view))
+        if view is not None and view.uneven:
+            metadata = build(0, batch, fast_build)
+            setattr(metadata, _UNEVEN, self._over_units(batch, view))
         else:
-            metadata = build(common_prefix_len, shifted(common_attn_metadata, view), fast_build)
-        if view is not None and view.recording is not None:
-            setattr(metadata, _RECORDING, view.recording)
-        if self.replays and (readings := self.replays.readings(common_attn_metadata)):
+            metadata = build(0, live, fast_build)  # live windows have no prefix in common
+        if recorded is not None:
+            setattr(metadata, _RECORDING, recorded)
+        if self.replays and (readings := self.replays.readings(batch)):
             setattr(metadata, _READINGS, readings)
         return metadata
+
+    def update_block_table(self, metadata: Any, blk_table: Any, slot_mapping: Any) -> Any:
+        raise RuntimeError("vLLM swaps a block table after eviction has shifted it")
+
+    def _anew(
+        self, batch: "CommonAttentionMetadata", view: "BatchView | None"
+    ) -> "tuple[CommonAttentionMetadata, Recording | DeviceRecording | None]":
+        """The live window in new tensors, and which queries to record."""
+        if view is None:
+            return batch, None
+        assert self.sequences is not None
+        rows, device = self.sequences.ring_rows, batch.seq_lens.device
+        return shifted(batch, view), recording(view.starts, view.lengths, view.slots, rows, device)
+
+    def _in_buffers(
+        self, batch: "CommonAttentionMetadata", view: "BatchView | None"
+    ) -> "tuple[CommonAttentionMetadata, Recording | DeviceRecording | None]":
+        """The same where kernels run, also if nothing is evicted: a graph may be being captured."""
+        table = batch.block_table_tensor
+        if self.buffers is None:
+            requests = self.vllm_config.scheduler_config.max_num_seqs  # type: ignore[attr-defined]
+            block_size = self.kv_cache_spec.block_size  # type: ignore[attr-defined]
+            self.buffers = StepBuffers(requests, table.shape[1], block_size, table.device)
+        shown = self.buffers.show(batch, view)
+        recorded = DeviceRecording(batch.query_start_loc, batch.seq_lens, shown.slots)
+        live = batch.replace(block_table_tensor=shown.table, seq_lens=shown.lengths)
+        return with_live_bounds(live, view), recorded
 
     def _over_units(self, batch: "CommonAttentionMetadata", view: "BatchView") -> UnitAttention:
         """The batch over units, and the wrapped builder's metadata of it for every layer."""
@@ -103,6 +153,8 @@ class EvictionBuilderMixin:
         times = group if fold else 1
         one = copy.copy(self)
         one.num_heads, one.num_kv_heads = 1 if fold else group, 1  # type: ignore[attr-defined]
+        # FlashAttention's buffers for captured graphs have room for max_num_seqs rows.
+        vars(one)["use_full_cuda_graph"] = False
         common = batch.replace(
             query_start_loc=uneven.starts * times,
             query_start_loc_cpu=uneven.starts_cpu * times,
@@ -153,9 +205,9 @@ class EvictionImplMixin:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        recording: Recording | None = getattr(attn_metadata, _RECORDING, None)
-        if recording is not None and self.window is not None:
-            self.window.record(query, recording)
+        recorded: Recording | DeviceRecording | None = getattr(attn_metadata, _RECORDING, None)
+        if recorded is not None and self.window is not None:
+            self.window.record(query, recorded)
         readings: list[Reading] | None = getattr(attn_metadata, _READINGS, None)
         if readings and self.replays is not None:
             self.replays.read(self.row, query, readings)
@@ -179,25 +231,43 @@ def shifted(batch: "CommonAttentionMetadata", view: "BatchView") -> "CommonAtten
     table = batch.block_table_tensor
     released = torch.from_numpy(view.released).to(table.device)
     columns = torch.arange(table.shape[1], device=table.device) + released[:, None]
-    lengths = batch.seq_lens_cpu_upper_bound
-    assert lengths is not None  # checked by Sequences.view
-    tokens = torch.from_numpy(view.released * view.block_size)
-    live = lengths - tokens.to(lengths.dtype)
-    return batch.replace(
+    live = batch.replace(
         block_table_tensor=table.gather(1, columns.clamp_(max=table.shape[1] - 1)),
-        seq_lens=batch.seq_lens - tokens.to(batch.seq_lens),
-        seq_lens_cpu_upper_bound=live,
+        seq_lens=batch.seq_lens - (released * view.block_size).to(batch.seq_lens.dtype),
+    )
+    return with_live_bounds(live, view)
+
+
+def with_live_bounds(
+    batch: "CommonAttentionMetadata", view: "BatchView | None"
+) -> "CommonAttentionMetadata":
+    """The batch with what the host knows of lengths counting the live window alone."""
+    if view is None or not view.released.any():
+        return batch  # not even a bound is touched: a graph is captured for the longest sequences
+    live = view.lengths - (view.released * view.block_size).astype(view.lengths.dtype)
+    return batch.replace(
+        seq_lens_cpu_upper_bound=torch.from_numpy(live),
         max_seq_len=int(live[: len(view.rows)].max()),
     )
+
+
+def _alias(name: str) -> property:
+    """What is read and written as another attribute of a builder."""
+
+    def write(builder: EvictionBuilderMixin, value: int) -> None:
+        setattr(builder, name, value)
+
+    return property(operator.attrgetter(name), write)
 
 
 @functools.cache
 def evicting(base: type[AttentionBackend]) -> type[AttentionBackend]:
     """`base` with eviction: same name, same kernels, our spec, builder and implementation."""
+    names = HEADS.get(base.get_name(), ())
     builder = type(
         "Eviction" + base.get_builder_cls().__name__,
         (EvictionBuilderMixin, base.get_builder_cls()),
-        {},
+        dict(zip(("num_heads", "num_kv_heads"), map(_alias, names), strict=False)),
     )
     impl = type(
         "Eviction" + base.get_impl_cls().__name__, (EvictionImplMixin, base.get_impl_cls()), {}
@@ -218,6 +288,14 @@ def evicting(base: type[AttentionBackend]) -> type[AttentionBackend]:
             spec = super().customize_spec(spec)
             plain = type(spec) is FullAttentionSpec and not (spec.kv_quant_mode or spec.non_causal)
             return EvictionSpec.of(spec) if plain else spec
+
+        @classmethod
+        def supported_kv_cache_layouts(cls) -> Any:
+            """The one in which each KV head of a page is contiguous, of those any backend offers:
+            units are read and copied as they lie."""
+            from vllm.v1.kv_cache_layout import KVCacheLayout
+
+            return (KVCacheLayout.LBHNC,)
 
     EvictionBackend.__name__ = EvictionBackend.__qualname__ = "Eviction" + base.__name__
     return EvictionBackend

@@ -16,7 +16,7 @@ from nexus_vllm.config import Settings
 from nexus_vllm.engine import ops
 from nexus_vllm.engine.layout import UnitLayout, probe
 from nexus_vllm.engine.sequences import Sequence
-from nexus_vllm.engine.window import LayerWindow
+from nexus_vllm.engine.window import LayerWindow, together
 from nexus_vllm.plan import Eviction
 from nexus_vllm.policies import Observation, Policy, Rope, score, state_size
 
@@ -35,6 +35,8 @@ MAX_KEYS = 1 << 20
 """Key numbers gathered at once (4 MiB in float32), unless one layer needs more: see MAX_LOGITS."""
 MAX_MAPS = 1 << 24
 """Numbers of attention maps that kernels write at once (64 MiB), unless one layer needs more."""
+EVICTION_BYTES = 4 * 4 * MAX_MAPS
+"""Memory of a GPU that is left free for evictions: maps, and what is made of them."""
 
 
 @dataclass
@@ -120,6 +122,9 @@ def window_queries(
     """The newest queries [L, W, Hq, D] before the eviction, and their positions [W]."""
     count, device = min(window, eviction.computed), layers[0].cache.device
     positions = torch.arange(eviction.computed - count, eviction.computed, device=device)
+    rings = together([layer.window.ring for layer in layers])
+    if rings is not None:
+        return rings[:, layers[0].window.rows_of(sequence.slot, positions)], positions
     queries = [layer.window.queries(sequence.slot, positions) for layer in layers]
     return torch.stack(queries), positions
 
@@ -260,7 +265,7 @@ class Evictor:
         if not policy.reads_keys:
             return {"keys": None}
         pages = torch.tensor(eviction.pages, device=self.device)
-        layers = self.layers[rows]
+        layers: list[Layer] = self.layers[rows]
         if self.memory is not None and read_in_place(self.memory, policy):
             units = self.memory.own(rows, pages)
             held = blocks[:, None].expand(units.shape)

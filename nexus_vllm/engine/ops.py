@@ -103,4 +103,4 @@ def number(count: Tensor) -> SupportsInt:
 def wait(device: torch.device) -> None:
     """Until all that the device was told to do is done."""
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        torch.cuda.synchronize(device)

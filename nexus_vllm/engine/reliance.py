@@ -48,6 +48,7 @@ def uses() -> dict[type, tuple[str, ...]]:
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+    from vllm.platforms import current_platform
     from vllm.tokenizers import TokenizerLike
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.attention.backend import (
@@ -68,10 +69,12 @@ def uses() -> dict[type, tuple[str, ...]]:
         FullAttentionManager,
         SingleTypeKVCacheManager,
     )
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+    from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -81,6 +84,10 @@ def uses() -> dict[type, tuple[str, ...]]:
     from vllm.v1.worker.block_table import MultiGroupBlockTable
     from vllm.v1.worker.gpu.block_table import BlockTables
     from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBackedTensor
+    from vllm.v1.worker.gpu.cudagraph_utils import (
+        BatchExecutionDescriptor,
+        ModelCudaGraphManager,
+    )
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu.states import RequestState
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
@@ -304,6 +311,9 @@ def uses() -> dict[type, tuple[str, ...]]:
         AttentionBackend: ("get_builder_cls()", "get_impl_cls()", "get_name()"),
         AttentionBackendEnum: ("get_class()",),
         AttentionCGSupport: ("NEVER",),
+        AttentionSpec: ("block_size",),
+        KVCacheLayout: ("LBHNC",),
+        type(current_platform): ("device_type",),
         CommonAttentionMetadata: (
             "block_table_tensor",
             "causal",
@@ -319,9 +329,23 @@ def uses() -> dict[type, tuple[str, ...]]:
             "seq_lens_cpu_upper_bound",
         ),
         CPUAttentionMetadata: ("__dict__", "num_actual_tokens"),
+        # CUDA graphs
+        config.CUDAGraphMode: ("FULL",),
+        CudagraphDispatcher: (
+            "__dict__",
+            "dispatch(num_tokens, uniform_decode, has_lora, num_active_loras, valid_modes, "
+            "invalid_modes)",
+        ),
+        ModelCudaGraphManager: (
+            "__dict__",
+            "dispatch(num_reqs, num_tokens, uniform_token_count)",
+            "max_num_reqs",
+        ),
+        BatchExecutionDescriptor: ("cg_mode", "num_reqs"),
         # Model runner V1
         GPUModelRunnerV1: (
             "attn_groups",
+            "cudagraph_dispatcher",
             "device",
             "discard_request_mask",
             "input_batch",
@@ -332,7 +356,7 @@ def uses() -> dict[type, tuple[str, ...]]:
         MultiGroupBlockTable: ("add_row(block_ids, row_idx)",),
         CpuGpuBuffer: ("np",),
         # Model runner V2
-        GPUModelRunnerV2: ("attn_groups", "block_tables", "req_states"),
+        GPUModelRunnerV2: ("attn_groups", "block_tables", "cudagraph_manager", "req_states"),
         RequestState: ("index_to_req_id", "req_id_to_index"),
         BlockTables: (
             "append_block_ids(req_index, new_block_ids, overwrite)",
@@ -353,7 +377,12 @@ def uses() -> dict[type, tuple[str, ...]]:
         table[chat.ChatCompletionRequest] = ("vllm_xargs",)
     for name in attention.admitted():
         stock = attention._stock(name)
-        table[stock.get_builder_cls()] = ("num_heads", "num_kv_heads")
+        table[stock.get_builder_cls()] = (
+            "__dict__",
+            "kv_cache_spec",
+            *attention.HEADS.get(name, ("num_heads", "num_kv_heads")),
+            "vllm_config",
+        )
         table[stock.get_impl_cls()] = (
             "alibi_slopes",
             "do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)",

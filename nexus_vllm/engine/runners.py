@@ -1,10 +1,11 @@
 """vLLM's two model runners behind one small interface."""
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
@@ -15,7 +16,7 @@ class Runner(Protocol):
     """What eviction needs to know of a model runner."""
 
     def batch_request_ids(self, batch: "CommonAttentionMetadata") -> list[str | None]:
-        """The request of each batch row, in row order, padding left out."""
+        """The request of each batch row, in row order, padding left out; none of a dummy batch."""
 
     def overwrite_row(self, request_id: str, row: list[int]) -> None:
         """Replace a sequence's whole page row; the worker must not keep a stale entry."""
@@ -32,10 +33,30 @@ class Runner(Protocol):
     def sampling(self) -> AbstractContextManager[None]:
         """Entered around the sampling of a step's tokens."""
 
+    def step(self) -> AbstractContextManager[None]:
+        """Entered around a step that the scheduler has planned. All other batches are dummies."""
+
+    def keep_out_of_graphs(self, other: "Callable[[], bool]") -> None:
+        """Steps for which `other()` holds replay no full CUDA graph: what they do in attention is
+        not what was captured. They run piecewise, or without graphs."""
+
 
 class _AnyRunner:
+    """Both runners make dummy batches: to capture graphs, to warm up, and where other data-parallel
+    ranks have a step and this one has none. Their rows are numbered as if they were requests'.
+    """
+
     def __init__(self, runner: "GPUModelRunnerV1 | GPUModelRunnerV2") -> None:
         self._runner = runner
+        self._stepping = False
+
+    @contextmanager
+    def step(self) -> "Iterator[None]":
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
 
     def builders(self) -> "Iterator[AttentionMetadataBuilder]":
         for groups in self._runner.attn_groups:
@@ -49,6 +70,8 @@ class RunnerV1(_AnyRunner):
     _runner: "GPUModelRunnerV1"
 
     def batch_request_ids(self, batch: "CommonAttentionMetadata") -> list[str | None]:
+        if not self._stepping:
+            return []
         ids: list[str | None] = self._runner.input_batch.req_ids
         return ids[: batch.num_reqs]
 
@@ -64,6 +87,21 @@ class RunnerV1(_AnyRunner):
 
     def commit_rows(self) -> None:
         """Rows are copied to the device as part of every step."""
+
+    def keep_out_of_graphs(self, other: "Callable[[], bool]") -> None:
+        from vllm.config import CUDAGraphMode
+        from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+        dispatcher = self._runner.cudagraph_dispatcher
+
+        def dispatch(*args: Any, invalid_modes: Any = None, **kwargs: Any) -> Any:
+            if other():
+                invalid_modes = {CUDAGraphMode.FULL, *(invalid_modes or ())}
+            return CudagraphDispatcher.dispatch(
+                dispatcher, *args, invalid_modes=invalid_modes, **kwargs
+            )
+
+        vars(dispatcher)["dispatch"] = dispatch
 
     def sampling(self) -> AbstractContextManager[None]:
         return self._seeds_kept() if self._runner.device.type == "cpu" else nullcontext()
@@ -91,8 +129,9 @@ class RunnerV2(_AnyRunner):
     _runner: "GPUModelRunnerV2"
 
     def batch_request_ids(self, batch: "CommonAttentionMetadata") -> list[str | None]:
-        if batch.req_idx is None:  # a dummy run
+        if not self._stepping:
             return []
+        assert batch.req_idx is not None, "vLLM built a step's batch without req_idx"
         ids = self._runner.req_states.index_to_req_id
         return [ids.get(int(index)) for index in batch.req_idx[: batch.num_reqs]]
 
@@ -110,6 +149,24 @@ class RunnerV2(_AnyRunner):
     def commit_rows(self) -> None:
         """The staging area has room for one entry per request; leave it empty for the step's."""
         self._runner.block_tables.apply_staged_writes()
+
+    def keep_out_of_graphs(self, other: "Callable[[], bool]") -> None:
+        from vllm.config import CUDAGraphMode
+        from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+        manager = self._runner.cudagraph_manager
+        assert manager is not None
+
+        def dispatch(num_reqs: int, *args: Any, **kwargs: Any) -> Any:
+            found = ModelCudaGraphManager.dispatch(manager, num_reqs, *args, **kwargs)
+            if found.cg_mode != CUDAGraphMode.FULL or not other():
+                return found
+            # Full graphs have so many rows at most, piecewise ones any number.
+            most = manager.max_num_reqs
+            found = ModelCudaGraphManager.dispatch(manager, most + 1, *args, **kwargs)
+            return found if found.num_reqs is None else replace(found, num_reqs=num_reqs)
+
+        vars(manager)["dispatch"] = dispatch
 
     def sampling(self) -> AbstractContextManager[None]:
         return nullcontext()  # its random numbers are keyed by seed and position

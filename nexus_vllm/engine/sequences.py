@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nexus_vllm.engine.units import Holding
-from nexus_vllm.engine.window import Recording, recording
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -50,14 +49,15 @@ class Sequence:
 @dataclass(frozen=True)
 class BatchView:
     """One step's batch: its sequences (None: not evictable), their released blocks, their tokens
-    `lengths`, this step's included, first query rows `starts`, and which queries to record."""
+    `lengths`, this step's included, first query rows `starts`, and `slots` in the query rings, -1
+    for none. Arrays go on for rows that are padding."""
 
     rows: list[Sequence | None]
     released: np.ndarray
     lengths: np.ndarray
     starts: np.ndarray
+    slots: np.ndarray
     block_size: int
-    recording: Recording | None
 
     @property
     def uneven(self) -> bool:
@@ -110,9 +110,14 @@ class Sequences:
             released=released,
             lengths=lengths.numpy(),
             starts=starts,
+            slots=slots,
             block_size=self.block_size,
-            recording=recording(starts, lengths.numpy(), slots, self.ring_rows, self.device),
         )
+
+    @property
+    def uneven(self) -> bool:
+        """Whether any sequence has uneven head budgets in force, in this step's batch or not."""
+        return any(sequence.holding is not None for sequence in self.by_id.values())
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every slot has one owner and origins are distinct (I5)."""

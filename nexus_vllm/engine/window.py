@@ -24,6 +24,19 @@ class Recording:
         return rows.index_select(0, self.source)
 
 
+@dataclass(frozen=True)
+class DeviceRecording:
+    """The same as a kernel finds it, from tensors that lie where they did when it was captured.
+
+    `starts` [requests + 1], `lengths` [requests] (with this step's tokens, released ones included)
+    and `slots` [requests]: int32, as in `recording`. Rows that are padding have no queries.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    slots: Tensor
+
+
 def ring_rows(window: int, batches: int, drafts: int) -> int:
     """Rows of a sequence's ring, with so many batches in flight and drafts proposed at a time.
 
@@ -49,18 +62,62 @@ class LayerWindow:
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        ring: Tensor | None = None,
     ) -> None:
+        """ring: the memory to use, zeros; None: its own."""
+        shape = (slots * rows, num_heads, head_size)
         self.size = rows
-        self.ring = torch.zeros(slots * rows, num_heads, head_size, dtype=dtype, device=device)
+        self.ring = torch.zeros(shape, dtype=dtype, device=device) if ring is None else ring
+        if self.ring.shape != shape:
+            raise ValueError(f"a ring of shape {tuple(self.ring.shape)}, expected {shape}")
 
-    def record(self, query: Tensor, recording: Recording) -> None:
+    @classmethod
+    def of_layers(
+        cls,
+        layers: int,
+        slots: int,
+        rows: int,
+        num_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "list[LayerWindow]":
+        """One for each layer, their rings in one tensor (`together`)."""
+        shape = (layers, slots * rows, num_heads, head_size)
+        rings = torch.zeros(shape, dtype=dtype, device=device)
+        return [cls(slots, rows, num_heads, head_size, dtype, device, ring) for ring in rings]
+
+    def record(self, query: Tensor, recording: Recording | DeviceRecording) -> None:
         """Store the step's window queries. `query`: [tokens, query heads, head size], rotated."""
-        rows = recording.taken(query.view(-1, *self.ring.shape[1:]))
-        self.ring.index_copy_(0, recording.target, rows)
+        query = query.view(-1, *self.ring.shape[1:])
+        if isinstance(recording, Recording):
+            self.ring.index_copy_(0, recording.target, recording.taken(query))
+            return
+        from nexus_vllm.kernels.window import window  # needs Triton
+
+        window(query, recording.starts, recording.lengths, recording.slots, self.size, self.ring)
 
     def queries(self, slot: int, positions: Tensor) -> Tensor:
         """The queries [len(positions), query heads, head size] at these (recent) positions."""
-        return self.ring[slot * self.size + positions % self.size]
+        return self.ring[self.rows_of(slot, positions)]
+
+    def rows_of(self, slot: int, positions: Tensor) -> Tensor:
+        """Where in a ring the queries at these positions are."""
+        return slot * self.size + positions % self.size
+
+
+def together(rings: list[Tensor]) -> Tensor | None:
+    """The rings as one tensor [layers, *shape], without a copy; None where they do not lie so."""
+    first, second = rings[0], rings[-1]
+    step = (second.storage_offset() - first.storage_offset()) // max(1, len(rings) - 1)
+    for layer, ring in enumerate(rings):
+        if (
+            ring.untyped_storage()._cdata != first.untyped_storage()._cdata
+            or ring.storage_offset() != first.storage_offset() + layer * step
+            or (ring.shape, ring.stride()) != (first.shape, first.stride())
+        ):
+            return None
+    return first.as_strided((len(rings), *first.shape), (step, *first.stride()))
 
 
 def recording(

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from nexus_vllm.engine import attention, compat, ops
-from nexus_vllm.engine.evictor import PROFILER_RANGE, Evictor, Layer
+from nexus_vllm.engine.evictor import EVICTION_BYTES, PROFILER_RANGE, Evictor, Layer
 from nexus_vllm.engine.manager import EvictionSpec
 from nexus_vllm.engine.profiles import rank_heads, servable
 from nexus_vllm.engine.replay_scores import ReplayScores
@@ -79,6 +79,7 @@ class EvictionWorker(PlatformWorker):
         self._windows: dict[str, LayerWindow] = {}
         self._report: StepReport | None = None
         self._failed: set[str] = set()
+        self._warming_up = False
         self._trace: dict[str, list[dict[str, Any]]] = {}
 
     # Start-up
@@ -92,17 +93,19 @@ class EvictionWorker(PlatformWorker):
             _check_layer(name, layer, self.model_config)
         _check_alike(layers)
         _warn_if_unconfirmed(layers)
-        for name, layer in layers.items():
-            window = LayerWindow(
-                slots,
-                self._ring_rows,
-                layer.num_heads,
-                layer.head_size,
-                self.model_config.dtype,
-                self.device,
-            )
-            self._windows[name] = layer.impl.window = window
-            layer.impl.row = len(self._windows) - 1
+        first = next(iter(layers.values()))
+        windows = LayerWindow.of_layers(
+            len(layers),
+            slots,
+            self._ring_rows,
+            first.num_heads,
+            first.head_size,
+            self.model_config.dtype,
+            self.device,
+        )
+        for row, (name, layer) in enumerate(layers.items()):
+            self._windows[name] = layer.impl.window = windows[row]
+            layer.impl.row = row
 
     @property
     def _ring_rows(self) -> int:
@@ -127,6 +130,16 @@ class EvictionWorker(PlatformWorker):
                     "serve this model without --kv-eviction",
                 )
         return specs
+
+    def determine_available_memory(self) -> int:
+        """What vLLM finds for the KV cache, less what an eviction may hold at once.
+
+        vLLM measures a forward pass. What that leaves idle between passes is usually enough, but
+        not where batches are small.
+        """
+        available: int = super().determine_available_memory()
+        on_cpu = self.device.type == "cpu"  # the pool's size is not measured there
+        return available if on_cpu else available - EVICTION_BYTES
 
     def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> None:
         """Allocate the cache, then connect builders, windows and evictor, proving each hook."""
@@ -172,13 +185,28 @@ class EvictionWorker(PlatformWorker):
         first = layers[0].index
         self.allocators = servable(self.vllm_config, (first, first + len(layers)), heads)
         self.reports = Reports()
+        self.runner.keep_out_of_graphs(self._unlike_captured)
+
+    def _unlike_captured(self) -> bool:
+        """Whether attention may do in this step what it does not where only budgets are equal."""
+        return self.sequences.uneven or bool(self.replays.pieces)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's own, whose steps no scheduler has planned."""
+        self._warming_up = True
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            self._warming_up = False
 
     # One step
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
         """Carry out the step's plan, then run the step."""
-        with self._fatal_where_unheard():
+        if self._warming_up:
+            return super().execute_model(scheduler_output)
+        with self._fatal_where_unheard(), self.runner.step():
             self._carry_out(compat.plan_of(scheduler_output))
             return self._told(super().execute_model(scheduler_output))
 

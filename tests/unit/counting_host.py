@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .fake_gpu import GPU, CopiedToHost
+from .fake_gpu import GPU, CopiedToHost, tensors_made_there
 
 _aten = torch.ops.aten
 
@@ -27,14 +27,17 @@ class CountingHost(TorchDispatchMode):
     def __init__(self, *answers: Tensor) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.made = tensors_made_there()
         self.answers = list(answers)
 
     def __enter__(self) -> "CountingHost":
         self.fake.__enter__()
         super().__enter__()
+        self.made.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.made.__exit__(*error)
         super().__exit__(*error)
         self.fake.__exit__(*error)
 

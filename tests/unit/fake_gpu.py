@@ -39,17 +39,25 @@ class _Watch(TorchDispatchMode):
 
 
 @contextmanager
-def fake_gpu() -> Iterator[None]:
-    """Inside, tensors made on `GPU` have no contents. Raises where a rule above is broken."""
+def tensors_made_there() -> Iterator[None]:
+    """Inside, `torch.tensor` can make tensors on `GPU`: by itself it would need a real one."""
     tensor = torch.tensor
 
     def made(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        made = tensor(data, **kwargs)  # its own device argument would need a real one
-        return made if device is None else torch.empty(made.shape, dtype=made.dtype, device=device)
+        made = tensor(data, **kwargs)
+        if device is None or torch.device(device) != GPU:
+            return made
+        return torch.empty(made.shape, dtype=made.dtype, device=GPU)
 
-    with FakeTensorMode(), _Watch():
-        torch.tensor = made  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            torch.tensor = tensor
+    torch.tensor = made  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.tensor = tensor
+
+
+@contextmanager
+def fake_gpu() -> Iterator[None]:
+    """Inside, tensors made on `GPU` have no contents. Raises where a rule above is broken."""
+    with FakeTensorMode(), _Watch(), tensors_made_there():
+        yield

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorDeviceMismatchError,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from nexus_vllm import policies
@@ -47,12 +48,18 @@ def gpu() -> Iterator[None]:
         yield
 
 
-def layers(settings: Settings) -> list[Layer]:
-    cache = torch.empty(LAYERS, 80, HEADS, BLOCK, 2 * SIZE, device=GPU, dtype=torch.bfloat16)
+def gathers(policy: str) -> bool:
+    served = policies.served(policy, Settings())
+    return served.gathers and served.reads_keys
+
+
+def layers(settings: Settings, count: int = LAYERS) -> list[Layer]:
+    cache = torch.empty(count, 80, HEADS, BLOCK, 2 * SIZE, device=GPU, dtype=torch.bfloat16)
     rope = Rope(*(torch.empty(4096, SIZE // 2, device=GPU) for _ in range(2)))
+    size = settings.widest_window
+    windows = LayerWindow.of_layers(count, 4, size, 4, SIZE, cache.dtype, GPU)
     made = []
-    for row in range(LAYERS):
-        window = LayerWindow(4, settings.widest_window, 4, SIZE, cache.dtype, GPU)
+    for row, window in enumerate(windows):
         made.append(Layer(row, cache[row], KEYS, 0.1, SIZE, window, VALUES, rope))
     return made
 
@@ -108,6 +115,37 @@ def test_evicting(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
         assert kept.shape == (LAYERS, len(eviction.kept_pages))
         if sequence.state is not None:
             assert sequence.state.device == GPU
+
+
+class Launches(TorchDispatchMode):
+    """Counts what the GPU is told to do: kernels, and operations that are not only views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def launch(self) -> None:
+        self.count += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func.namespace == "aten"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("policy", [name for name in policies.names() if not gathers(name)])
+def test_more_layers_are_no_more_launches(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "triton")
+    settings, counts = Settings(policy=policy), []
+    for count in (2, 5):
+        launches = Launches()
+        monkeypatch.setattr(JITFunction, "run", lambda *_, n=launches, **__: n.launch())
+        evictor, sequence = Evictor(layers(settings, count), settings), Sequence(0)
+        with launches:
+            for eviction in evictions(policy, "uniform"):
+                evictor.evict(sequence, eviction)
+        counts.append(launches.count)
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.usefixtures("gpu")

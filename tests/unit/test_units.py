@@ -75,7 +75,7 @@ def test_every_unit_has_one_owner_over_a_sequences_life(data: st.DataObject) -> 
     check(holding, pages)
     seen = 5
     for _ in range(data.draw(st.integers(1, 4))):
-        more = data.draw(st.integers(1, 3))
+        more = min(data.draw(st.integers(1, 3)), len(free))
         new = [free.pop() for _ in range(more)]
         before = holding.valid.clone()
         holding = holding.grown(all_units, torch.tensor(new), torch.arange(seen, seen + more))

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+from triton.runtime.jit import JITFunction
 
 from nexus_vllm import allocators, policies
 from nexus_vllm.allocators import Situation
@@ -25,6 +26,7 @@ from nexus_vllm.plan import Eviction
 from .counting_host import CountingHost
 from .fake_gpu import GPU, CopiedToHost
 from .test_allocators import random_profile
+from .test_fake_gpu import evictions, layers
 
 LAYERS, HEADS, PAGES, BLOCK, CONTENT = 3, 2, 30, 32, 8
 NOTICED = (DataDependentOutputException, DynamicOutputShapeException, CopiedToHost)
@@ -127,6 +129,45 @@ def test_that_copy_is_noticed(name: str) -> None:
     """Where nothing may be read."""
     with CountingHost(), pytest.raises(CopiedToHost):
         evicted(name)
+
+
+def whole_eviction(
+    monkeypatch: pytest.MonkeyPatch, implementation: str, policy: str, name: str
+) -> Sequence:
+    """Two in a row, and a step's tables after them; what kernels are told is not looked at."""
+    monkeypatch.setenv(ops.ENVIRONMENT, implementation)
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: None)
+    settings = Settings(policy=policy)
+    evictor = UnevenEvictor(layers(settings), settings)
+    served = policies.served(policy, settings)
+    sequence = Sequence(0, replay=torch.empty(LAYERS, HEADS, 22, device=GPU))
+    for step in evictions(policy, name):
+        evictor.evict(sequence, step, served, allocator(name))
+    lengths, starts = np.array([29 * BLOCK]), np.array([0, 1])
+    table = torch.zeros(1, 40, dtype=torch.int32, device=GPU)
+    batch = UnitTables(evictor.space).batch([sequence], table, lengths, starts, BLOCK)
+    assert batch.tables.device == GPU
+    return sequence
+
+
+@pytest.mark.parametrize("policy", policies.names())
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_scores_of_uneven_holdings_wait_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, implementation: str, policy: str
+) -> None:
+    with CountingHost():
+        sequence = whole_eviction(monkeypatch, implementation, policy, "lu")
+        assert sequence.holding.units.device == GPU
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_maps_of_layers_cost_one_copy_an_eviction(
+    monkeypatch: pytest.MonkeyPatch, implementation: str
+) -> None:
+    answers = [torch.rand(LAYERS, dtype=torch.float64) for _ in range(2)]
+    with CountingHost(*answers) as mode:
+        whole_eviction(monkeypatch, implementation, "keydiff", "cake")
+    assert not mode.answers
 
 
 def test_what_stays_after_an_error_is_counted_once() -> None:

@@ -165,6 +165,8 @@ def imported(node: ast.Import | ast.ImportFrom) -> dict[str, Callable[[], Types]
 
     def load(module: str, name: str) -> Types:
         found: Any = importlib.import_module(module)
+        if name and not hasattr(found, name):  # a module in a package
+            return value(importlib.import_module(f"{module}.{name}"))
         return value(getattr(found, name) if name else found)
 
     module = getattr(node, "module", "")

@@ -12,3 +12,6 @@ if os.environ.get("NEXUS_TEST_RUNNER") == "v2":
 
 if os.environ.get("NEXUS_TEST_ASYNC") == "1":
     import_module("async_on_cpu").install()
+
+if os.environ.get("NEXUS_TEST_ATTENTION"):
+    import_module("attention_on_cpu").install()
