@@ -65,15 +65,16 @@ def select(
     if kind not in KINDS:
         raise ValueError(f"select: {kind!r} has no kernel, only {', '.join(KINDS)}")
     rows, size = weights.shape
-    kept = torch.empty_like(forced)
+    kept = torch.empty(rows, size, dtype=torch.bool, device=weights.device)
     if size == 0:
         return kept
     if kind == "gumbel" and temperature == 0:
         kind = "topk"
-    keys = torch.empty_like(weights, dtype=torch.int64)
+    keys = torch.empty(rows, size, dtype=torch.int64, device=weights.device)
     address = torch.tensor([[_int64(s) for s in seeds], list(events)], device=weights.device)
     _select[(rows,)](
-        weights, keep, forced, address, layers, block_ids, keys, kept, rows, size, n, temperature,
+        weights.contiguous(), keep, forced.contiguous(), address, layers, block_ids.contiguous(),
+        keys, kept, rows, size, n, temperature,
         KIND=KINDS.index(kind), PART=PART, **_shape(size),
     )  # fmt: skip
     return kept

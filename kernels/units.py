@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nexus_vllm.engine.units import sent
+from nexus_vllm.engine.ops import sent
 from nexus_vllm.engine.units import unit_tables as reference
 
 __all__ = ["reference", "tables"]

@@ -198,7 +198,7 @@ class Evictor:
         """Which live blocks stay, bool [layers, live], and their state [layers, live, S]."""
         policy, settings = self.policies[eviction.policy], self.settings.of(eviction.policy)
         forced = forced_blocks(blocks, eviction.full, settings)
-        layers = torch.tensor([layer.index for layer in self.layers], device=self.device)
+        layers = ops.sent([layer.index for layer in self.layers], self.device)
         weights = torch.empty(blocks.shape, dtype=torch.float32, device=self.device)
         size = state_size(policy, settings.smoothing)
         known = grown_state(sequence.state, blocks.shape[1], size)
@@ -264,7 +264,7 @@ class Evictor:
         what reads them in place. blocks: [L, N]."""
         if not policy.reads_keys:
             return {"keys": None}
-        pages = torch.tensor(eviction.pages, device=self.device)
+        pages = ops.sent(eviction.pages, self.device)
         layers: list[Layer] = self.layers[rows]
         if self.memory is not None and read_in_place(self.memory, policy):
             units = self.memory.own(rows, pages)
@@ -289,10 +289,10 @@ class Evictor:
         slot_of_page = {page: slot for slot, page in enumerate(kept_pages)}
         slots = [slot_of_page.get(page, -1) for page in pages]
         most = min(len(kept_pages), slots.count(-1))
-        places = torch.tensor(slots, device=self.device)
+        places = ops.sent(slots, self.device)
         pairs = ops.pair(kept, places, len(kept_pages), most)
-        source = torch.tensor(pages, device=self.device)[pairs.source]
-        target = torch.tensor(kept_pages, device=self.device)[pairs.target]
+        source = ops.sent(pages, self.device)[pairs.source]
+        target = ops.sent(kept_pages, self.device)[pairs.target]
         if self.memory is not None:
             self.memory.copy_pages(source, target, pairs.counts)
         else:

@@ -5,6 +5,7 @@ same. On a GPU the kernels run; elsewhere the references do, and Triton need not
 """
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsInt
 
 import torch
@@ -89,6 +90,17 @@ def pair(kept: Tensor, slots: Tensor, places: int, most: int) -> Pairs:
 
         return pairs.pairs(kept, slots, places, most)
     return pairing.pair(kept, slots, places, most)
+
+
+def sent(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    """Numbers of the host on a device, int64 if they are a list; a GPU takes them in stream order,
+    without either waiting for the other."""
+    there = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
+    if device.type == "cpu":
+        return there
+    if torch.cuda.is_available():
+        there = there.pin_memory()
+    return there.to(device, non_blocking=True)
 
 
 def number(count: Tensor) -> SupportsInt:

@@ -29,7 +29,7 @@ from nexus_vllm.engine.evictor import (
     window_queries,
 )
 from nexus_vllm.engine.sequences import Sequence
-from nexus_vllm.engine.units import Holding, UnitSpace, packed_state, sent
+from nexus_vllm.engine.units import Holding, UnitSpace, packed_state
 from nexus_vllm.plan import Eviction
 from nexus_vllm.policies import Observation, Policy, block_attention, score, state_size
 
@@ -47,7 +47,7 @@ class UnevenEvictor:
         self.heads = self.space.heads
         self.memory = ops.memory_of(layers)
         index = torch.tensor([layer.index for layer in layers])[:, None] * self.heads
-        self.rows = sent(index + torch.arange(self.heads), self.space.device)
+        self.rows = ops.sent(index + torch.arange(self.heads), self.space.device)
 
     def evict(
         self,
@@ -74,7 +74,7 @@ class UnevenEvictor:
         padding = eviction.full + torch.arange(valid.shape[-1], device=self.space.device)
         ids = torch.where(valid, holding.blocks, padding)
         forced = valid & forced_blocks(ids, eviction.full, self.settings.of(eviction.policy))
-        room = self.space.own(sent(eviction.kept_pages, self.space.device)).flatten()
+        room = self.space.own(ops.sent(eviction.kept_pages, self.space.device)).flatten()
         gone = set(eviction.pages).difference(eviction.kept_pages)
         moves = len(gone) * holding.counts.numel()
         state = None
@@ -131,7 +131,7 @@ class UnevenEvictor:
         )
         kept = ops.select(
             weights=weights.flatten(0, 1),
-            keep=sent(counts, self.space.device).flatten(),
+            keep=ops.sent(counts, self.space.device).flatten(),
             forced=forced.flatten(0, 1),
             seed=eviction.seed,
             event=eviction.event,
@@ -144,7 +144,7 @@ class UnevenEvictor:
     def _held(self, sequence: Sequence, eviction: Eviction) -> Holding:
         """The live window by units: what was dealt out, and own units of blocks filled since."""
         device = self.space.device
-        pages = sent(eviction.pages, device)
+        pages = ops.sent(eviction.pages, device)
         if sequence.holding is None:
             blocks = torch.arange(eviction.released, eviction.full, device=device)
             return Holding.even(self.space, pages, blocks.expand(len(self.layers), -1))
@@ -195,7 +195,7 @@ class UnevenEvictor:
         in_place = read_in_place(self.memory, policy)
         groups = self._groups(holding.counts.flatten(), reading, in_place, settings.window)
         for listed, most in groups:
-            pairs = sent(listed, device)
+            pairs = ops.sent(listed, device)
             layer, head = pairs // self.heads, pairs % self.heads
             units, blocks = holding.units[layer, head, :most], ids[layer, head, :most]
             seen = Observation(

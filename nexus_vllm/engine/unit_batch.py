@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nexus_vllm.engine.ops import use_kernels
+from nexus_vllm.engine.ops import sent, use_kernels
 from nexus_vllm.engine.sequences import Sequence
-from nexus_vllm.engine.units import Holding, UnitSpace, sent, unit_tables
+from nexus_vllm.engine.units import Holding, UnitSpace, unit_tables
 
 
 @dataclass(frozen=True)

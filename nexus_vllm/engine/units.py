@@ -16,18 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from nexus_vllm.engine.ops import use_kernels
-
-
-def sent(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on a device, int64 if they are a list; a GPU takes them in stream order,
-    without either waiting for the other."""
-    there = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
-    if device.type == "cpu":
-        return there
-    if torch.cuda.is_available():
-        there = there.pin_memory()
-    return there.to(device, non_blocking=True)
+from nexus_vllm.engine.ops import sent, use_kernels
 
 
 @dataclass(frozen=True)

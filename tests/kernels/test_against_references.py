@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nexus_vllm.kernels import fill, ranked, score, select, shift, statistics, window
+from nexus_vllm.kernels import fill, pairs, ranked, score, select, shift, statistics, window
 from nexus_vllm.kernels.rows import Rows
 
 SOME = settings(
@@ -268,3 +268,27 @@ def test_weights_of_what_only_ranks(
     candidates = torch.rand(shape, generator=random) < 0.8
     found = ranked.ranked(scores, candidates, tokens)
     assert torch.allclose(found, ranked.reference(scores, candidates, tokens), rtol=2e-3)
+
+
+def test_tensors_that_are_not_contiguous() -> None:
+    """As they come from slices and expansions; a kernel computes addresses by itself."""
+    random = torch.Generator().manual_seed(0)
+    weights = torch.rand(40, 3, generator=random).T
+    forced = (torch.rand(40, 6, generator=random) < 0.2).T[::2]
+    ids = torch.arange(40).expand(3, -1)
+    keep = torch.tensor([20, 25, 30])
+    told: dict[str, Any] = {
+        "seeds": [1, 2, 3], "events": [0] * 3, "layers": torch.arange(3), "block_ids": ids,
+    }  # fmt: skip
+    for kind in select.KINDS:
+        expected = select.reference(kind, weights, keep, forced, **told)
+        assert torch.equal(select.select(kind, weights, keep, forced, **told), expected)
+    scores = torch.randn(40, 3, BLOCK, generator=random).transpose(0, 1)
+    found = ranked.ranked(scores, ~forced, "max")
+    assert torch.allclose(found, ranked.reference(scores, ~forced, "max"), rtol=1e-5)
+    slots = torch.cat([torch.arange(20), torch.full((20,), -1)])
+    kept = select.reference("topk", weights, torch.tensor([20] * 3), forced, **told)
+    by_column = kept.T.contiguous().T
+    expected_pairs = pairs.reference(kept, slots, 20, 20)
+    for one, other in zip(pairs.pairs(by_column, slots, 20, 20), expected_pairs, strict=True):
+        assert torch.equal(one, other)

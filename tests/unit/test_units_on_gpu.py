@@ -17,10 +17,11 @@ from nexus_vllm import allocators, policies
 from nexus_vllm.allocators import Situation
 from nexus_vllm.config import Settings
 from nexus_vllm.engine import ops
+from nexus_vllm.engine.ops import sent
 from nexus_vllm.engine.sequences import Sequence
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.unit_batch import UnevenBatch, UnitAttention, UnitTables
-from nexus_vllm.engine.units import Holding, UnitSpace, packed_state, sent
+from nexus_vllm.engine.units import Holding, UnitSpace, packed_state
 from nexus_vllm.plan import Eviction
 
 from .counting_host import CountingHost
