@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from gpu_budget import LIVE, Cost, Model, costs
+from gpu_budget import LIVE, Cost, Model, costs, others
 from torch import Tensor
 
 from nexus_vllm.kernels import fill, pairs, score, select, statistics, walk
@@ -100,7 +100,7 @@ def times(device: torch.device, bandwidth: float, clock: Clock) -> Iterator[Time
 def times_at(
     device: torch.device, bandwidth: float, clock: Clock, model: Model, live: int
 ) -> Iterator[Time]:
-    cost = costs(model, live, WINDOW, BLOCK)
+    cost = {**costs(model, live, WINDOW, BLOCK), **others(model, live, WINDOW, BLOCK)}
     for name, launch in launches(device, model, live, cost).items():
         told = clock.seconds(launch)
         tenth = len(told) // 10
@@ -138,6 +138,7 @@ def launches(
     unit_words = unit * model.number // 4
     scale = model.size**-0.5
     lse = score.block_lse(rows, queries, positions, scale)
+    totals, candidates = lse.logsumexp(-1), ~forced
     order = (WINDOW - 1, WINDOW - 2, WINDOW - 3)
     kept = torch.rand(count, blocks, device=device).argsort(1) < blocks - gone
     slots = torch.arange(-gone, blocks - gone, device=device).clamp(min=-1)
@@ -145,13 +146,18 @@ def launches(
         "score": lambda: score.block_lse(rows, queries, positions, scale),
         "anchors": lambda: statistics.anchor(rows),
         "cosines": lambda: statistics.statistics("cosine", rows, to),
-        "walk": lambda: walk.walk(lse, None, order, 1.0),
+        "walk": lambda: walk.walk(lse, candidates, order, 1.0),
         "pairs": lambda: pairs.pairs(kept, slots, blocks - gone, gone),
         "select": lambda: select.select(
             "gumbel", weights, keep, forced, seeds=[1] * count, events=[0] * count,
             layers=layers, block_ids=rows.blocks,
         ),
         "fill, at most": lambda: fill.fill(words, source, target, unit_words),
+        "attention of tokens": lambda: score.token_attention(
+            rows, queries, positions, totals, scale
+        ),
+        "pooled rows": lambda: walk.pooled(lse, "mean"),
+        "norms, or ranges": lambda: statistics.statistics("norm", rows),
     }  # fmt: skip
     return {name: launch for name, launch in made.items() if name in cost}
 
