@@ -17,7 +17,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nexus_vllm.kernels import fill, pairs, score, select, shift, statistics, units, walk, window
+from nexus_vllm.kernels import (
+    fill,
+    pairs,
+    ranked,
+    score,
+    select,
+    shift,
+    statistics,
+    units,
+    walk,
+    window,
+)
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = (80, 90, 100)
@@ -40,7 +51,7 @@ class Case:
     def tile(self) -> int:
         """Loads of 16 bytes by which each thread reads its share of the cache's numbers."""
         told = self.constants
-        if "BLOCKS" not in told:
+        if "cache" not in self.types or "BLOCKS" not in told:
             return 0
         numbers = told["BLOCKS"] * told["BLOCK"] * told["DIMS"]
         return numbers * SIZES[self.types["cache"]] // 16 // (32 * self.warps)
@@ -170,6 +181,15 @@ CASES = {
         {"lse": "*fp32", "found": "*fp32"},
         (),
     ),
+    **{
+        f"rankings, {how}": Case(
+            ranked._ranked,
+            {"HOW": place, "BLOCK": 32, "BLOCKS": ranked.BLOCKS},
+            {"scores": "*fp32", "candidates": "*i1", "found": "*fp32"},
+            (),
+        )
+        for place, how in enumerate(ranked.HOW)
+    },
     "pairs": Case(
         pairs._pairs,
         {"PART": pairs.PART},
