@@ -9,9 +9,12 @@ from setuptools import find_packages, setup
 MAPPED = {"nexus_vllm.configs": "configs", "nexus_vllm.kernels": "kernels"}
 
 setup(
-    packages=[
-        *find_packages(include=["nexus_vllm", "nexus_vllm.*"]),
-        *(package for package, folder in MAPPED.items() if Path(folder).is_dir()),
-    ],
+    # The package has a link to `kernels`, by which tools that read sources find it.
+    packages=sorted(
+        {
+            *find_packages(include=["nexus_vllm", "nexus_vllm.*"]),
+            *(package for package, folder in MAPPED.items() if Path(folder).is_dir()),
+        }
+    ),
     package_dir=MAPPED,
 )

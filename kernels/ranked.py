@@ -48,7 +48,7 @@ def _scores(scores, row, first, size, HOW: tl.constexpr, BLOCK: tl.constexpr, BL
     return found.to(tl.float64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _ranked(
     scores, candidates, found, size, HOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip

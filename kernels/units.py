@@ -55,7 +55,7 @@ def _step(units: Tensor) -> int:
     return step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "width"])
 def _tables(
     address, table, table_step, lengths, base, new, tokens, requests, heads, block, width,
     COLUMNS: tl.constexpr,

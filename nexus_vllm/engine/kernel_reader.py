@@ -189,6 +189,10 @@ class KernelReader:
         score, ended = (part.reshape(*self.lead, -1, part.shape[-1]) for part in found)
         return score, ended
 
+    def summed_attention(self, queries: Tensor, positions: Tensor, scale: float) -> Tensor:
+        found = walk.pooled(self._block_lse(queries, positions, scale, "per-head"), "sum")
+        return found.reshape(*self.lead, -1, found.shape[-1])
+
     def token_attention(
         self, queries: Tensor, positions: Tensor, scale: float, rows: Pool, heads: Pool
     ) -> Tensor:

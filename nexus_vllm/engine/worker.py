@@ -31,6 +31,7 @@ from nexus_vllm.engine.runners import Runner, adapt
 from nexus_vllm.engine.sequences import Sequences
 from nexus_vllm.engine.uneven import UnevenEvictor
 from nexus_vllm.engine.unit_batch import UnitTables
+from nexus_vllm.engine.warm_up import warm_up
 from nexus_vllm.engine.window import LayerWindow, ring_rows
 from nexus_vllm.plan import Eviction, StepPlan, StepReport
 
@@ -192,12 +193,17 @@ class EvictionWorker(PlatformWorker):
         return self.sequences.uneven or bool(self.replays.pieces)
 
     def compile_or_warm_up_model(self) -> Any:
-        """vLLM's own, whose steps no scheduler has planned."""
+        """vLLM's own, whose steps no scheduler has planned, and evictions."""
         self._warming_up = True
         try:
-            return super().compile_or_warm_up_model()
+            done = super().compile_or_warm_up_model()
         finally:
             self._warming_up = False
+        if self.device.type != "cpu" and ops.use_kernels(self.device):
+            longest = self.model_config.max_model_len // self.eviction.block_size
+            with torch.inference_mode():
+                warm_up(self.evictor, self.uneven, longest)
+        return done
 
     # One step
 

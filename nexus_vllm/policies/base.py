@@ -51,6 +51,9 @@ class Reader(Protocol):
     ) -> Tensor:
         """`block_attention` of queries [..., W, Hq, D] at positions [W]."""
 
+    def summed_attention(self, queries: Tensor, positions: Tensor, scale: float) -> Tensor:
+        """`summed_attention` of all of them."""
+
     def token_attention(
         self, queries: Tensor, positions: Tensor, scale: float, rows: Pool, heads: Pool
     ) -> Tensor:
@@ -382,6 +385,16 @@ def block_attention(obs: Observation, heads: Heads = "per-head") -> Tensor:
 
     maps = attention(obs, of_blocks, heads).transpose(2, 3)  # [R, Hkv, g, W, N]
     return maps.reshape(*obs.block_ids.shape[:-1], -1, *maps.shape[-2:])
+
+
+def summed_attention(obs: Observation, newest: int) -> Tensor:
+    """Attention to each block, summed over so many of the newest queries: [..., Hq, N] float32."""
+    if obs.reader is None:
+        maps = block_attention(obs)
+        return maps[..., maps.shape[-2] - newest :, :].sum(-2)
+    queries, positions = obs.asked()
+    first = len(positions) - newest
+    return obs.reader.summed_attention(queries[..., first:, :, :], positions[first:], obs.scale)
 
 
 def pool(x: Tensor, how: Pool, dim: int | tuple[int, ...]) -> Tensor:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from nexus_vllm.policies.base import Observation, Policy, block_attention
+from nexus_vllm.policies.base import Observation, Policy, summed_attention
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,9 @@ class H2O(Policy):
     state_size: ClassVar[int] = 1
 
     def remember(self, obs: Observation) -> Tensor:
-        maps = block_attention(obs)  # [..., Hq, W, N]
-        window = maps.shape[-2]
+        window = len(obs.asked()[1])
         new = window if obs.new_queries is None else min(window, obs.new_queries)
-        mass = maps[..., window - new :, :].sum(-2).mean(-2)
+        mass = summed_attention(obs, new).mean(-2)
         known = 0.0 if obs.state is None else obs.state[..., 0].nan_to_num(nan=0.0)
         return (known + mass)[..., None]
 

@@ -57,6 +57,8 @@ class CountingHost(TorchDispatchMode):
             dtype = kwargs.get("dtype") or tensors[0].dtype
             return _aten.empty(tensors[0].shape, dtype=dtype, device=GPU)
         if func is _aten.copy_.default and not isinstance(args[0], FakeTensor):
+            if args[2:] == (True,):  # comes whenever it comes
+                return args[0]
             raise CopiedToHost(str(func))
         if func is not _aten.copy_.default:
             strays = [t for t in tensors if not isinstance(t, FakeTensor) and t.ndim]
