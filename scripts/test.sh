@@ -19,7 +19,7 @@ status=0
 "$python" -m pytest -n auto --dist loadscope --durations 8 "$@" || status=$?
 # Kernels by themselves: Triton decides as it is imported whether it interprets.
 if (($# == 0)); then
-  TRITON_INTERPRET=1 "$python" -m pytest tests/kernels -n auto --dist loadgroup --durations 8 ||
+  TRITON_INTERPRET=1 "$python" -m pytest tests/kernels -n auto --dist loadfile --durations 8 ||
     status=$?
 fi
 exit "$status"

@@ -75,8 +75,8 @@ def test_head_budgets_of_a_profile_on_the_bundled_model(model_path: Path) -> Non
     for implementation in ("torch", "triton"):
         with start(model_path, implementation) as engine:
             requests = [
-                ask(prose(engine, 400, start=50), budget=160, allocator="lu"),
-                ask(prose(engine, 300), budget=128, allocator="uniform"),
+                ask(prose(engine, 260, start=50), 40, budget=128, allocator="lu"),
+                ask(prose(engine, 200), 40, budget=96, allocator="uniform"),
             ]
             found.append(told(engine, requests))
     assert found[0] == found[1]

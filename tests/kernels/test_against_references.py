@@ -12,7 +12,7 @@ from nexus_vllm.kernels import fill, pairs, ranked, score, select, shift, statis
 from nexus_vllm.kernels.rows import Rows
 
 SOME = settings(
-    max_examples=25,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     phases=(Phase.generate, Phase.shrink),

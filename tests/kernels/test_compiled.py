@@ -10,7 +10,6 @@ import pytest
 from tests.kernels.compiled import CASES, EIGHT_BIT, OTHERS, TARGETS
 
 READING = [name for name, case in {**CASES, **OTHERS}.items() if case.tile]
-pytestmark = pytest.mark.xdist_group("compiled")  # once is enough
 Told = dict[str, dict[str, int]]
 
 

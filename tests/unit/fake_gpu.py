@@ -15,8 +15,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "absent"
+
+
+class _Module:
+    """`torch.absent`: that there is no such device is what the rest of this process must see."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 0
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+
+class _Hook(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined]
+    def is_available(self) -> bool:
+        return False
+
+    def has_primary_context(self, device: int) -> bool:
+        return False
+
+    def is_built(self) -> bool:
+        return True
+
+
 # PyTorch's CPU build knows CUDA tensors, but cannot index them.
-_setup_privateuseone_for_python_backend(NAME)
+_setup_privateuseone_for_python_backend(NAME, _Module(), _Hook())
 GPU = torch.device(f"{NAME}:0")
 
 

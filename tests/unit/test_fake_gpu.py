@@ -75,6 +75,12 @@ def evictions(policy: str, allocator: str) -> Iterator[Eviction]:
         live, released = stay + list(range(30 + 4 * event, 34 + 4 * event)), target
 
 
+def test_the_rest_of_the_process_sees_no_device() -> None:
+    assert not torch.accelerator.is_available()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+
+
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     "wrong",
