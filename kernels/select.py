@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nexus_vllm import selectors
+from nexus_vllm.engine.ops import sent
 
 PART = 512
 """Blocks whose priorities a program computes at once."""
@@ -71,7 +72,7 @@ def select(
     if kind == "gumbel" and temperature == 0:
         kind = "topk"
     keys = torch.empty(rows, size, dtype=torch.int64, device=weights.device)
-    address = torch.tensor([[_int64(s) for s in seeds], list(events)], device=weights.device)
+    address = sent(torch.tensor([[_int64(s) for s in seeds], list(events)]), weights.device)
     _select[(rows,)](
         weights.contiguous(), keep, forced.contiguous(), address, layers, block_ids.contiguous(),
         keys, kept, rows, size, n, temperature,

@@ -53,8 +53,8 @@ class Ada(Allocator):
         protected = safe.repeat_interleave(heads) - floor.flatten()
         # One head and one layer more: of what is no candidate.
         head, size = heads_best_first(situation), layers * heads
-        protected = functional.pad(protected, (0, 1)).to(head.device)
-        free = functional.pad(totals - least, (0, 1)).to(head.device)
+        protected = functional.pad(protected, (0, 1)).to(head.device, non_blocking=True)
+        free = functional.pad(totals - least, (0, 1)).to(head.device, non_blocking=True)
         unprotected = place_in_group(head, size + 1) >= protected[head]
         head = head[unprotected.to(torch.int8).argsort(stable=True)]
         layer = head // heads

@@ -218,6 +218,8 @@ class EvictionImplMixin:
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
             return result
+        if any(more is not None for more in (*args, *kwargs.values())):
+            raise RuntimeError("attention over units has no scaled output: switch such fusion off")
         queries, results = units.queries(query, attn_metadata.num_actual_tokens)
         forward(layer, queries, key, value, units.flat, units.layers[self.row], results)
         units.restore(output)

@@ -36,7 +36,8 @@ MAX_KEYS = 1 << 20
 MAX_MAPS = 1 << 24
 """Numbers of attention maps that kernels write at once (64 MiB), unless one layer needs more."""
 EVICTION_BYTES = 4 * 4 * MAX_MAPS
-"""Memory of a GPU that is left free for evictions: maps, and what is made of them."""
+"""Memory of a GPU that is left free for evictions: maps, and what is made of them. Keys and values
+of one layer, which some policies gather, come on top."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nexus_vllm.engine.layout import UnitLayout
+from nexus_vllm.engine.ops import sent
 from nexus_vllm.kernels import fill, ranked, score, statistics, walk
 from nexus_vllm.kernels.rows import Rows
 from nexus_vllm.policies.base import Heads, Pool, Tokens
@@ -97,7 +98,7 @@ class Memory:
         _, heads, block, _ = cache.shape
         return cls(
             torch.as_strided(cache, (storage.nbytes() // cache.element_size(),), (1,), 0),
-            base.to(cache.device),
+            sent(base, cache.device),
             cache.stride(0),
             cache.stride(1),
             heads,

@@ -103,16 +103,23 @@ def sent(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
     return there.to(device, non_blocking=True)
 
 
+class Number:
+    """A number on its way from a GPU. `int` waits until it has come, and for nothing after it."""
+
+    def __init__(self, count: Tensor) -> None:
+        on_cuda = count.device.type == "cuda"
+        self._copied = torch.empty((), dtype=count.dtype, pin_memory=on_cuda)
+        self._copied.copy_(count, non_blocking=True)
+        self._come = torch.cuda.Event() if on_cuda else None
+        if self._come is not None:
+            self._come.record()
+
+    def __int__(self) -> int:
+        if self._come is not None:
+            self._come.synchronize()
+        return int(self._copied)
+
+
 def number(count: Tensor) -> SupportsInt:
     """A number that the host wants to know, once the step's tokens have come, and not before."""
-    if count.device.type == "cpu":
-        return int(count)
-    copied = torch.empty((), dtype=count.dtype, pin_memory=count.device.type == "cuda")
-    copied.copy_(count, non_blocking=True)
-    return copied
-
-
-def wait(device: torch.device) -> None:
-    """Until all that the device was told to do is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return int(count) if count.device.type == "cpu" else Number(count)

@@ -349,6 +349,7 @@ def uses() -> dict[type, tuple[str, ...]]:
             "device",
             "discard_request_mask",
             "input_batch",
+            "prepare_inputs_event",
             "requests",
         ),
         InputBatch: ("block_table", "generators", "req_id_to_index", "req_ids"),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nexus_vllm.engine import ops
 from nexus_vllm.engine.evictor import Layer
 from nexus_vllm.plan import Piece
 from nexus_vllm.policies import Observation, highest_attention
@@ -105,7 +106,7 @@ class ReplayScores:
                 candidates=torch.ones_like(blocks, dtype=torch.bool),
                 seed=0,
                 event=0,
-                layers=torch.tensor([layer.index], device=keys.device),
+                layers=ops.sent([layer.index], keys.device),
             )
             highest = highest_attention(seen)[0].flatten(1)  # [Hkv, N b]
             scores = self.scores[reading.piece.replay][row]

@@ -4,6 +4,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from nexus_vllm.engine.hooks import vllm_version
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -24,8 +28,8 @@ class Runner(Protocol):
     def row(self, request_id: str) -> list[int]:
         """A sequence's page row as the runner has it now."""
 
-    def commit_rows(self) -> None:
-        """Make overwritten rows visible before the step's own writes."""
+    def commit_rows(self, now: bool) -> None:
+        """Make overwritten rows visible with the step's own writes; now: already to `row`."""
 
     def builders(self) -> "Iterator[AttentionMetadataBuilder]":
         """Every attention metadata builder."""
@@ -79,13 +83,16 @@ class RunnerV1(_AnyRunner):
         self._runner.requests[request_id].block_ids = (row,)
         index = self._runner.input_batch.req_id_to_index.get(request_id)
         if index is not None:
+            if self._runner.device.type == "cuda" and self._runner.prepare_inputs_event is not None:
+                # The step before may still wait for its copy of the table to the device.
+                self._runner.prepare_inputs_event.synchronize()
             self._runner.input_batch.block_table.add_row((row,), index)
 
     def row(self, request_id: str) -> list[int]:
         row: list[int] = self._runner.requests[request_id].block_ids[0]
         return row
 
-    def commit_rows(self) -> None:
+    def commit_rows(self, now: bool) -> None:
         """Rows are copied to the device as part of every step."""
 
     def keep_out_of_graphs(self, other: "Callable[[], bool]") -> None:
@@ -146,9 +153,19 @@ class RunnerV2(_AnyRunner):
         row: list[int] = tables.block_tables[0].gpu[index, :length].tolist()
         return row
 
-    def commit_rows(self) -> None:
-        """The staging area has room for one entry per request; leave it empty for the step's."""
-        self._runner.block_tables.apply_staged_writes()
+    def commit_rows(self, now: bool) -> None:
+        """vLLM stages writes in buffers for two applications in flight, one a step.
+
+        On a GPU an application of our own could take a buffer that the device has yet to read. So
+        rows are left to the step's, whose writes to a row begin where ours end; unless they must be
+        there now, or vLLM 0.31, whose buffers have room for one write a request, could not hold
+        both. Then the device is waited for.
+        """
+        on_cpu = self._runner.device.type == "cpu"
+        if on_cpu or now or vllm_version().startswith("0.31."):
+            self._runner.block_tables.apply_staged_writes()
+            if not on_cpu:
+                torch.accelerator.synchronize()
 
     def keep_out_of_graphs(self, other: "Callable[[], bool]") -> None:
         from vllm.config import CUDAGraphMode

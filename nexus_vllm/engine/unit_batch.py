@@ -60,6 +60,8 @@ class UnevenBatch:
         counts = torch.stack([held.counts if held else nothing for held, _ in dealt], -1)
         known = counts * block_size + torch.from_numpy(lengths - first * block_size)
         width = int((counts.amax((0, 1)) + torch.from_numpy(tail)).max())
+        if space.device.type != "cpu":
+            width = -(-width // 16) * 16  # kernels are compiled anew for widths that are not
         if use_kernels(space.device):
             from nexus_vllm.kernels.units import tables as build
         else:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from nexus_vllm.engine.uneven import UnevenEvictor
 
 SHORTEST = 8
-"""Blocks of the shortest sequence: fewer make no difference to any kernel."""
+"""Blocks of the shortest sequence, if half of it can hold what must stay: fewer make no difference
+to any kernel."""
 
 
 def warm_up(even: "Evictor", uneven: "UnevenEvictor", longest: int) -> None:
@@ -34,29 +35,40 @@ def warm_up(even: "Evictor", uneven: "UnevenEvictor", longest: int) -> None:
     for name, policy in even.policies.items():
         if policy.needs_replay:
             continue
-        for size in lengths(longest):
-            even.evict(Sequence(0), _eviction(name, "uniform", size, block))
-            sequence = Sequence(0)
-            dealt = policy, allocators.make("per-head")
-            uneven.evict(sequence, _eviction(name, "per-head", size, block), *dealt)
-            _show(uneven, sequence, size)
+        settings = even.settings.of(name)
+        shortest = 2 * (settings.sink_blocks + settings.recency_blocks + 1)
+        dealt = policy, allocators.make("per-head")
+        for size in lengths(shortest, longest):
+            for allocator in ("uniform", "per-head"):
+                sequence = Sequence(0)
+                for eviction in _evictions(name, allocator, size, block):
+                    if allocator == "uniform":
+                        even.evict(sequence, eviction)
+                    else:
+                        uneven.evict(sequence, eviction, *dealt)
+            _show(uneven, sequence, size + 1)
 
 
-def lengths(longest: int) -> Iterator[int]:
+def lengths(shortest: int, longest: int) -> Iterator[int]:
     """Of sequences, in blocks: powers of two, by which kernels differ, and the longest."""
     size = SHORTEST
+    while size < shortest:
+        size *= 2
     while size < longest:
         yield size
         size *= 2
-    if longest >= SHORTEST:
+    if longest >= max(shortest, SHORTEST):
         yield longest
 
 
-def _eviction(policy: str, allocator: str, size: int, block: int) -> Eviction:
-    """Of half the blocks, right after the prompt."""
+def _evictions(policy: str, allocator: str, size: int, block: int) -> Iterator[Eviction]:
+    """Two: of half the blocks, right after the prompt, and of one more once as many have come."""
     pages, target, tokens = list(range(1, size + 1)), size // 2, size * block
-    return Eviction(
-        "", policy, allocator, 0, 0, tokens, 0, target, pages, pages[target:], [], tokens
+    kept = pages[target:]
+    yield Eviction("", policy, allocator, 0, 0, tokens, 0, target, pages, kept, [], tokens)
+    live = [*kept, 1]
+    yield Eviction(
+        "", policy, allocator, 0, 1, tokens + block, target, target + 1, live, live[1:], [], tokens
     )
 
 

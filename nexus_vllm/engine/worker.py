@@ -139,8 +139,11 @@ class EvictionWorker(PlatformWorker):
         not where batches are small.
         """
         available: int = super().determine_available_memory()
-        on_cpu = self.device.type == "cpu"  # the pool's size is not measured there
-        return available if on_cpu else available - EVICTION_BYTES
+        if self.device.type == "cpu":  # the pool's size is not measured there
+            return available
+        layer = next(iter(self._attention_layers().values()))
+        token = 2 * layer.num_kv_heads * layer.head_size * self.model_config.dtype.itemsize
+        return available - EVICTION_BYTES - self.model_config.max_model_len * token
 
     def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> None:
         """Allocate the cache, then connect builders, windows and evictor, proving each hook."""
@@ -250,10 +253,9 @@ class EvictionWorker(PlatformWorker):
         self._report = None
         if plan.evictions:
             if not self.reports.alone:
-                ops.wait(self.device)
-                report.settle()
+                report.settle()  # ranks add up what each has moved: waits for the evictions
             self._report = self.reports.gather(report)
-            self.runner.commit_rows()
+            self.runner.commit_rows(self.eviction.check_integrity)
         for request_id in plan.started:
             self.sequences.start(request_id)
             self._trace.pop(request_id, None)

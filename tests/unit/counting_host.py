@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .fake_gpu import GPU, CopiedToHost, tensors_made_there
+from .fake_gpu import GPU, CopiedFromHost, CopiedToHost, tensors_made_here
 
 _aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ class CountingHost(TorchDispatchMode):
     def __init__(self, *answers: Tensor) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.made = tensors_made_there()
+        self.made = tensors_made_here()
         self.answers = list(answers)
 
     def __enter__(self) -> "CountingHost":
@@ -54,6 +54,8 @@ class CountingHost(TorchDispatchMode):
         if func is _aten._to_copy.default and device is not None and torch.device(device) != GPU:
             return self._read(tensors[0])
         if func is _aten._to_copy.default and not there:
+            if not kwargs.get("non_blocking"):
+                raise CopiedFromHost(str(func))
             dtype = kwargs.get("dtype") or tensors[0].dtype
             return _aten.empty(tensors[0].shape, dtype=dtype, device=GPU)
         if func is _aten.copy_.default and not isinstance(args[0], FakeTensor):

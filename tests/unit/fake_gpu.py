@@ -59,6 +59,10 @@ class CopiedToHost(Exception):
     """A tensor of the GPU was copied to the host, which would wait for it."""
 
 
+class CopiedFromHost(Exception):
+    """The host would wait for a copy to the GPU, and so for all that comes before it."""
+
+
 _COPY, _CONVERT = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
 
 
@@ -70,19 +74,20 @@ class _Watch(TorchDispatchMode):
             waits = not (args[2:] == (True,) or (kwargs or {}).get("non_blocking"))
             if waits and source.device == GPU and result.device != GPU:
                 raise CopiedToHost(str(func))
+            if waits and source.device != GPU and result.device == GPU:
+                raise CopiedFromHost(str(func))
         return result
 
 
 @contextmanager
-def tensors_made_there() -> Iterator[None]:
-    """Inside, `torch.tensor` can make tensors on `GPU`: by itself it would need a real one."""
+def tensors_made_here() -> Iterator[None]:
+    """Inside, `torch.tensor` makes none on `GPU`: there it would wait for the device."""
     tensor = torch.tensor
 
     def made(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        made = tensor(data, **kwargs)
-        if device is None or torch.device(device) != GPU:
-            return made
-        return torch.empty(made.shape, dtype=made.dtype, device=GPU)
+        if device is not None and torch.device(device) == GPU:
+            raise CopiedFromHost("torch.tensor on a GPU: use ops.sent")
+        return tensor(data, device=device, **kwargs)
 
     torch.tensor = made  # type: ignore[assignment]
     try:
@@ -94,5 +99,5 @@ def tensors_made_there() -> Iterator[None]:
 @contextmanager
 def fake_gpu() -> Iterator[None]:
     """Inside, tensors made on `GPU` have no contents. Raises where a rule above is broken."""
-    with FakeTensorMode(), _Watch(), tensors_made_there():
+    with FakeTensorMode(), _Watch(), tensors_made_here():
         yield

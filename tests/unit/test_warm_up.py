@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from nexus_vllm import allocators, policies
+from nexus_vllm import allocators
 from nexus_vllm.config import Settings
 from nexus_vllm.engine.evictor import Evictor
 from nexus_vllm.engine.ops import ENVIRONMENT
@@ -55,20 +55,32 @@ def kind(kernel: Any, name: str, value: Any) -> Any:
 
 
 def test_lengths() -> None:
-    assert list(lengths(100)) == [8, 16, 32, 64, 100]
-    assert list(lengths(64)) == [8, 16, 32, 64]
-    assert list(lengths(7)) == []
+    assert list(lengths(6, 100)) == [8, 16, 32, 64, 100]
+    assert list(lengths(6, 64)) == [8, 16, 32, 64]
+    assert list(lengths(6, 7)) == []
+    assert list(lengths(20, 40)) == [32, 40]
+    assert list(lengths(20, 19)) == []
 
 
-@pytest.mark.parametrize("size", [5, 17, 20, 33, 48, 77])
-def test_nothing_is_compiled_later(compiled: set[Any], size: int) -> None:
-    settings = Settings()
+SETTINGS = {
+    "default": Settings(),
+    "other": Settings(
+        sink_blocks=3, recency_blocks=2, walk_state="carried", decode_selector="reservoir",
+        variants={"paper": {"policy": "nexus", "heads": "mean", "walk_over": "all"}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [13, 17, 20, 33, 48, 77])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_nothing_is_compiled_later(compiled: set[Any], name: str, size: int) -> None:
+    settings = SETTINGS[name]
     made = layers(settings)
     even, uneven = Evictor(made, settings), UnevenEvictor(made, settings)
     warm_up(even, uneven, 79)
     before = set(compiled)
     assert {name for name, *_ in before} == KERNELS
-    names = [name for name in policies.names() if not even.policies[name].needs_replay]
+    names = [name for name, policy in even.policies.items() if not policy.needs_replay]
     for policy in names:
         for allocator in ("uniform", "per-head"):
             sequence = Sequence(0)
