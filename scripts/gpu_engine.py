@@ -50,6 +50,10 @@ class EngineError(RuntimeError):
     """An engine did not start, failed or took too long; with the end of its log."""
 
 
+class OutOfTime(EngineError):
+    """An engine was not started, since the time given was over."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One statement, and whether it holds. None: it could not be told."""
@@ -91,7 +95,8 @@ def outcomes(model: Path, deadline: float) -> Iterator[Outcome]:
             try:
                 found[run] = started(model, {**options, **more}, {}, variables, deadline)
             except EngineError as error:
-                yield Outcome(f"{where}, {run}: the engine runs", False, str(error))
+                passed = None if isinstance(error, OutOfTime) else False
+                yield Outcome(f"{where}, {run}: the engine runs", passed, str(error))
                 continue
             yield from sound(where, run, backend, found[run])
         same = [
@@ -196,7 +201,7 @@ def started(
     """What an engine in a process of its own tells. nexus None: vLLM without eviction."""
     left = min(LIMIT, deadline - time.monotonic())
     if left <= 0:
-        raise EngineError("left out: the time given is over")
+        raise OutOfTime("left out: the time given is over")
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "told.json", Path(folder) / "log"
         told = {"model": str(model), "options": options, "nexus": nexus, "out": str(out)}
