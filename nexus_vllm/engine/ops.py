@@ -6,7 +6,7 @@ same. On a GPU the kernels run; elsewhere the references do, and Triton need not
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, SupportsInt
+from typing import TYPE_CHECKING, Any, Protocol, SupportsInt
 
 import torch
 from torch import Tensor
@@ -103,6 +103,25 @@ def sent(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
     return there.to(device, non_blocking=True)
 
 
+class Event(Protocol):
+    """A device's."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def recorded(event: Event) -> Event:
+    """A device's event, which comes once all that was launched before has been done."""
+    event.record()
+    return event
+
+
+def wait_for(event: Event) -> None:
+    """Until a device's event has come."""
+    event.synchronize()
+
+
 class Number:
     """A number on its way from a GPU. `int` waits until it has come, and for nothing after it."""
 
@@ -110,13 +129,11 @@ class Number:
         on_cuda = count.device.type == "cuda"
         self._copied = torch.empty((), dtype=count.dtype, pin_memory=on_cuda)
         self._copied.copy_(count, non_blocking=True)
-        self._come = torch.cuda.Event() if on_cuda else None
-        if self._come is not None:
-            self._come.record()
+        self._come = recorded(torch.cuda.Event()) if on_cuda else None
 
     def __int__(self) -> int:
         if self._come is not None:
-            self._come.synchronize()
+            wait_for(self._come)
         return int(self._copied)
 
 

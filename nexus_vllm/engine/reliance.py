@@ -357,7 +357,13 @@ def uses() -> dict[type, tuple[str, ...]]:
         MultiGroupBlockTable: ("add_row(block_ids, row_idx)",),
         CpuGpuBuffer: ("np",),
         # Model runner V2
-        GPUModelRunnerV2: ("attn_groups", "block_tables", "cudagraph_manager", "req_states"),
+        GPUModelRunnerV2: (
+            "attn_groups",
+            "block_tables",
+            "cudagraph_manager",
+            "device",
+            "req_states",
+        ),
         RequestState: ("index_to_req_id", "req_id_to_index"),
         BlockTables: (
             "append_block_ids(req_index, new_block_ids, overwrite)",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from nexus_vllm.engine import ops
 from nexus_vllm.engine.hooks import vllm_version
 
 if TYPE_CHECKING:
@@ -83,9 +84,10 @@ class RunnerV1(_AnyRunner):
         self._runner.requests[request_id].block_ids = (row,)
         index = self._runner.input_batch.req_id_to_index.get(request_id)
         if index is not None:
-            if self._runner.device.type == "cuda" and self._runner.prepare_inputs_event is not None:
+            prepared = self._runner.prepare_inputs_event
+            if self._runner.device.type == "cuda" and prepared is not None:
                 # The step before may still wait for its copy of the table to the device.
-                self._runner.prepare_inputs_event.synchronize()
+                ops.wait_for(prepared)
             self._runner.input_batch.block_table.add_row((row,), index)
 
     def row(self, request_id: str) -> list[int]:

@@ -170,7 +170,7 @@ class Rows:
     def overwrite_row(self, request_id: str, row: list[int]) -> None:
         self.rows[request_id] = list(row)
 
-    def commit_rows(self) -> None:
+    def commit_rows(self, now: bool) -> None:
         pass
 
     def batch_request_ids(self, batch: Any) -> list[str]:

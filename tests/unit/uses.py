@@ -91,7 +91,9 @@ def instances(found: Types) -> Types:
 
 def under(cls: type) -> Any:
     """vLLM's class under one of ours."""
-    return next((base for base in cls.__mro__ if root(base) == "vllm"), UNDER.get(cls))
+    return next(
+        (base for base in getattr(cls, "__mro__", ()) if root(base) == "vllm"), UNDER.get(cls)
+    )
 
 
 # Modules and scopes
@@ -597,7 +599,7 @@ class Reader:
 
 def _our_own(cls: type, name: str) -> bool:
     """Whether a class of ours has the attribute. If vLLM's has it, too, ours overrides it."""
-    ours = [base for base in cls.__mro__ if root(base) == "nexus_vllm"]
+    ours = [base for base in getattr(cls, "__mro__", ()) if root(base) == "nexus_vllm"]
     return any(any(True for _ in definitions(base, name, cls)) for base in ours)
 
 
