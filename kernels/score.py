@@ -6,16 +6,13 @@ held; its softmax over blocks is Eq. 1's map S (arXiv 2606.23961). Policies that
 second pass, which knows each query's total.
 """
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nexus_vllm.kernels.rows import Rows
-
-Pool = Literal["mean", "max"]
+from nexus_vllm.policies.base import Pool
 
 TOKENS = 128
 """Keys that a program holds at once. Products of float32 take more registers: a fourth of them."""
@@ -135,12 +132,13 @@ def _shape(block: int, group: int, window: int, dim: int, number: int) -> dict[s
 
 
 @triton.jit
-def _keys(
+def part_of_row(
     cache, units, counts, first, token_step, dim_step, head_step, size, row, part,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Keys [BLOCKS * BLOCK, DIMS] of a part of a row."""
+    """Keys, or values, [BLOCKS * BLOCK, DIMS] of a part of a row; 0 where there are none. first:
+    from the start of a unit to its first one."""
     token, dim = tl.arange(0, BLOCKS * BLOCK), tl.arange(0, DIMS)
     block = part * BLOCKS + token // BLOCK
     exists = block < tl.load(counts + row).to(tl.int32)
@@ -208,7 +206,7 @@ def _block_lse(
     POOLS: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    keys = _keys(
+    keys = part_of_row(
         cache, units, counts, first, token_step, dim_step, head_step, size, row, part,
         HEADS, DIM, DIMS, BLOCK, BLOCKS, ALIGNED,
     )  # fmt: skip
@@ -237,7 +235,7 @@ def _token_attention(
     POOLS: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    keys = _keys(
+    keys = part_of_row(
         cache, units, counts, first, token_step, dim_step, head_step, size, row, part,
         HEADS, DIM, DIMS, BLOCK, BLOCKS, ALIGNED,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nexus_vllm import selectors
 from nexus_vllm.engine.ops import sent
+from nexus_vllm.rng import signed
 
 PART = 512
 """Blocks whose priorities a program computes at once."""
@@ -72,7 +73,7 @@ def select(
     if kind == "gumbel" and temperature == 0:
         kind = "topk"
     keys = torch.empty(rows, size, dtype=torch.int64, device=weights.device)
-    address = sent(torch.tensor([[_int64(s) for s in seeds], list(events)]), weights.device)
+    address = sent(torch.tensor([[signed(s) for s in seeds], list(events)]), weights.device)
     _select[(rows,)](
         weights.contiguous(), keep, forced.contiguous(), address, layers, block_ids.contiguous(),
         keys, kept, rows, size, n, temperature,
@@ -85,12 +86,6 @@ def _shape(size: int) -> dict[str, Any]:
     """Of a row of so many blocks. Nothing is fused, so that numbers are rounded as torch does."""
     width = max(16, triton.next_power_of_2(size))
     return {"SIZE": width, "num_warps": min(16, max(4, width // 512)), "enable_fp_fusion": False}
-
-
-def _int64(seed: int) -> int:
-    """The int64 with the same low 64 bits."""
-    low = seed & 0xFFFF_FFFF_FFFF_FFFF
-    return low - (1 << 64) if low >> 63 else low
 
 
 @triton.jit

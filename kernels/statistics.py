@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nexus_vllm.kernels.rows import Rows
-from nexus_vllm.kernels.score import TOKENS
+from nexus_vllm.kernels.score import TOKENS, part_of_row
 
 Kind = Literal["norm", "cosine", "range"]
 KINDS = ("norm", "cosine", "range")
@@ -78,18 +78,10 @@ def _held(
     ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Numbers [BLOCKS * BLOCK, DIMS] of a part of a row, float32; 0 where there are none."""
-    token, dim = tl.arange(0, BLOCKS * BLOCK), tl.arange(0, DIMS)
-    block = part * BLOCKS + token // BLOCK
-    exists = block < tl.load(counts + row)
-    unit = tl.multiple_of(tl.load(units + row * size + block, mask=exists, other=0), ALIGNED)
-    at = (
-        unit
-        + tl.multiple_of(first, ALIGNED)
-        + (token % BLOCK) * tl.multiple_of(token_step, ALIGNED)
-    )
-    held = exists[:, None] & (dim < DIM)[None, :]
-    place = at[:, None] + dim[None, :] * dim_step
-    told = tl.load(cache + place, mask=held, other=0.0).to(tl.float32)
+    told = part_of_row(
+        cache, units, counts, first, token_step, dim_step, 0, size, row, part,
+        1, DIM, DIMS, BLOCK, BLOCKS, ALIGNED,
+    ).to(tl.float32)  # fmt: skip
     return told * tl.load(scales + row) if SCALED else told
 
 

@@ -15,15 +15,15 @@ from torch import Tensor
 _BITS = 23
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The int64 with the same low 64 bits as `value`."""
     value &= 0xFFFF_FFFF_FFFF_FFFF
     return value - (1 << 64) if value >> 63 else value
 
 
-_STEP = _signed(0x9E37_79B9_7F4A_7C15)  # 2^64 / golden ratio, odd
-_MULTIPLY_1 = _signed(0xBF58_476D_1CE4_E5B9)
-_MULTIPLY_2 = _signed(0x94D0_49BB_1331_11EB)
+_STEP = signed(0x9E37_79B9_7F4A_7C15)  # 2^64 / golden ratio, odd
+_MULTIPLY_1 = signed(0xBF58_476D_1CE4_E5B9)
+_MULTIPLY_2 = signed(0x94D0_49BB_1331_11EB)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -41,7 +41,7 @@ def _avalanche(x: Tensor) -> Tensor:
 def _advance(state: Tensor, counter: Tensor | int) -> Tensor:
     """Output number `counter` of the stream that starts at `state`."""
     if isinstance(counter, int):
-        return _avalanche(state + _signed((counter + 1) * _STEP))
+        return _avalanche(state + signed((counter + 1) * _STEP))
     return _avalanche(state + (counter + 1) * _STEP)
 
 
@@ -62,7 +62,7 @@ def uniforms(seed: int, event: int, layers: Tensor, blocks: Tensor, draws: int) 
     if draws < 1:
         raise ValueError(f"uniforms: draws is {draws}, must be at least 1")
     layers = layers.to(blocks.device, torch.int64)
-    state = _advance(torch.full_like(layers, _signed(seed)), 0)
+    state = _advance(torch.full_like(layers, signed(seed)), 0)
     state = _advance(state, layers)
     state = _advance(state, event)
     state = _advance(state[:, None], blocks.to(torch.int64))

@@ -36,14 +36,14 @@ from nexus_vllm.kernels import (
     window,
 )
 from nexus_vllm.kernels.rows import Rows
-from nexus_vllm.policies.base import Tokens
+from nexus_vllm.policies.base import Pool, Tokens
 
 BLOCK = 32
 SIZES = (64, 80, 96, 128, 256)
 GROUPS = (1, 2, 3, 4, 7, 8, 16)
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC")
 WINDOWS = (16, 5, 1)
-POOLS: tuple[tuple[score.Pool, score.Pool], ...] = (
+POOLS: tuple[tuple[Pool, Pool], ...] = (
     ("mean", "mean"), ("max", "mean"), ("mean", "max"), ("max", "max"),
 )  # fmt: skip
 LAYERS = 2
@@ -78,7 +78,7 @@ class Shape:
     window: int
     dtype: torch.dtype
     layout: str
-    pools: tuple[score.Pool, score.Pool]
+    pools: tuple[Pool, Pool]
     kv_heads: int = 2
     lengths: tuple[int, ...] = (41, 7, 1, 0)  # blocks of each sequence
     averaged: bool = False

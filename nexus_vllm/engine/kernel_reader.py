@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nexus_vllm.engine.layout import UnitLayout
-from nexus_vllm.engine.ops import sent
-from nexus_vllm.kernels import fill, ranked, score, statistics, walk
+from nexus_vllm.engine import ops
+from nexus_vllm.engine.layout import UnitLayout, rule_of
+from nexus_vllm.kernels import ranked, score, statistics, walk
 from nexus_vllm.kernels.rows import Rows
 from nexus_vllm.policies.base import Heads, Pool, Tokens
 
@@ -31,12 +31,8 @@ class Steps:
         """In the memory of `cache` [pages, heads, block, content]; None where no rule gives it."""
         order, content = np.array(layout.order.tolist()), cache.shape[-1]
         places = order // content * cache.stride(2) + order % content * cache.stride(3)
-        block, dim = places.shape
-        first = int(places[0, 0])
-        token = int(places[1, 0]) - first if block > 1 else 0
-        step = int(places[0, 1]) - first if dim > 1 else 0
-        rule = first + token * np.arange(block)[:, None] + step * np.arange(dim)
-        return cls(first, token, step) if np.array_equal(rule, places) else None
+        rule = rule_of(places)
+        return None if rule is None else cls(*rule)
 
 
 def dense(cache: Tensor) -> bool:
@@ -98,7 +94,7 @@ class Memory:
         _, heads, block, _ = cache.shape
         return cls(
             torch.as_strided(cache, (storage.nbytes() // cache.element_size(),), (1,), 0),
-            sent(base, cache.device),
+            ops.sent(base, cache.device),
             cache.stride(0),
             cache.stride(1),
             heads,
@@ -117,14 +113,7 @@ class Memory:
         """Copy whole pages, of each layer the first `counts` [L] of source and target [L, C]."""
         first = self.base[:, None]
         size = self.heads * self.block * 2 * self.head_size
-        self._copy(first + source * self.page, first + target * self.page, size, counts)
-
-    def _copy(self, source: Tensor, target: Tensor, size: int, counts: Tensor) -> None:
-        """Copy `size` numbers from each of the places [R, C] to each of the others."""
-        words = 4 // self.flat.element_size()
-        fill.fill(
-            self.flat.view(torch.int32), source // words, target // words, size // words, counts
-        )
+        ops.copy(self.flat, first + source * self.page, first + target * self.page, size, counts)
 
     def reader(self, units: Tensor, blocks: Tensor, counts: Tensor) -> "KernelReader":
         """Of the units that start at `units` [..., H, N], which hold `blocks` [..., H, N].

@@ -8,6 +8,7 @@ Asking the backend's own cache-update function is right for every order, and pro
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
 
 _DIGIT = 64
 """Probe values are 1.._DIGIT: exact in every float format, and not the 0 of an unwritten place."""
+
+
+def rule_of(places: np.ndarray) -> tuple[int, int, int] | None:
+    """The first of places [block, D], and from one token and from one dimension to the next; None
+    where they follow no such rule."""
+    block, dim = places.shape
+    first = int(places[0, 0])
+    token = int(places[1, 0]) - first if block > 1 else 0
+    step = int(places[0, 1]) - first if dim > 1 else 0
+    rule = first + token * np.arange(block)[:, None] + step * np.arange(dim)
+    return (first, token, step) if np.array_equal(rule, places) else None
 
 
 @dataclass(frozen=True)
@@ -35,14 +47,9 @@ class UnitLayout:
     @classmethod
     def of(cls, order: Tensor) -> "UnitLayout":
         """The layout of an order [block, D], by rule if there is one."""
-        block, dim = order.shape
-        first = int(order[0, 0])
-        token = int(order[1, 0]) - first if block > 1 else 0
-        step = int(order[0, 1]) - first if dim > 1 else 0
-        rule = first + token * torch.arange(block)[:, None] + step * torch.arange(dim)
-        ruled = token >= 0 and step >= 0 and torch.equal(rule, order.cpu())
+        first, *steps = rule_of(order.cpu().numpy()) or (int(order[0, 0]), -1, -1)
         span = int(order.min()), int(order.max()) + 1
-        return cls(order, first, span, (token, step) if ruled else None)
+        return cls(order, first, span, (steps[0], steps[1]) if min(steps) >= 0 else None)
 
     def read(self, cache: Tensor, pages: Tensor) -> Tensor:
         """Those of whole pages, [len(pages), KV heads, block, D]; `cache` is a layer's."""

@@ -92,6 +92,14 @@ def pair(kept: Tensor, slots: Tensor, places: int, most: int) -> Pairs:
     return pairing.pair(kept, slots, places, most)
 
 
+def copy(flat: Tensor, source: Tensor, target: Tensor, size: int, counts: Tensor) -> None:
+    """`kernels.fill` of `size` numbers of a flat cache, from and to places [R, C] in numbers."""
+    from nexus_vllm.kernels.fill import fill
+
+    each = 4 // flat.element_size()  # numbers in the words that it copies
+    fill(flat.view(torch.int32), source // each, target // each, size // each, counts)
+
+
 def sent(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
     """Numbers of the host on a device, int64 if they are a list; a GPU takes them in stream order,
     without either waiting for the other."""

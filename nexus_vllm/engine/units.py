@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from nexus_vllm.engine import ops
 from nexus_vllm.engine.ops import sent, use_kernels
 
 
@@ -86,11 +87,9 @@ class UnitSpace:
         if not use_kernels(self.device):
             self.flat[copies.target] = self.flat[copies.source]
             return
-        from nexus_vllm.kernels.fill import fill
-
-        memory = self.flat.flatten().view(torch.int32)
-        words = len(memory) // len(self.flat)
-        fill(memory, copies.source * words, copies.target * words, words, copies.count.view(1))
+        unit = self.flat[0].numel()
+        source, target = copies.source * unit, copies.target * unit
+        ops.copy(self.flat.flatten(), source, target, unit, copies.count.view(1))
 
 
 @dataclass(frozen=True, eq=False)
